@@ -1,0 +1,66 @@
+"""stretto: data-parallel training for PyTorch on whatever machines there are.
+
+Names are imported when they are first used, so that the launcher and the coordinator start without loading torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stretto.api import all_gather as all_gather
+    from stretto.api import all_reduce as all_reduce
+    from stretto.api import barrier as barrier
+    from stretto.api import broadcast as broadcast
+    from stretto.api import current_job as current_job
+    from stretto.api import device as device
+    from stretto.api import gather_object as gather_object
+    from stretto.api import init as init
+    from stretto.api import is_initialized as is_initialized
+    from stretto.api import local_rank as local_rank
+    from stretto.api import rank as rank
+    from stretto.api import shutdown as shutdown
+    from stretto.api import world_size as world_size
+    from stretto.errors import ConfigurationError as ConfigurationError
+    from stretto.errors import FrameError as FrameError
+    from stretto.errors import JobError as JobError
+    from stretto.errors import PeerLost as PeerLost
+    from stretto.errors import RankMismatch as RankMismatch
+    from stretto.errors import RendezvousError as RendezvousError
+    from stretto.errors import SecretError as SecretError
+    from stretto.errors import StrettoError as StrettoError
+    from stretto.errors import UnreachableError as UnreachableError
+    from stretto.errors import WireError as WireError
+    from stretto.errors import WireTimeout as WireTimeout
+    from stretto.errors import WorkerFailed as WorkerFailed
+    from stretto.job.in_process import launch as launch
+    from stretto.timeouts import Timeouts as Timeouts
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "stretto.api": (
+        "all_gather", "all_reduce", "barrier", "broadcast", "current_job", "device", "gather_object", "init",
+        "is_initialized", "local_rank", "rank", "shutdown", "world_size",
+    ),
+    "stretto.errors": (
+        "ConfigurationError", "FrameError", "JobError", "PeerLost", "RankMismatch", "RendezvousError", "SecretError",
+        "StrettoError", "UnreachableError", "WireError", "WireTimeout", "WorkerFailed",
+    ),
+    "stretto.job.in_process": ("launch",),
+    "stretto.timeouts": ("Timeouts",),
+}  # fmt: skip
+
+__all__ = sorted(name for names in _HOME.values() for name in names)
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,131 @@
+"""The `stretto` command. Each sub-command is a thin shell around one function, which is imported when it is called.
+
+Nothing here imports torch: `stretto run` must be at work before a worker would have finished importing it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from stretto import __version__
+from stretto.errors import StrettoError
+
+app = typer.Typer(
+    name="stretto",
+    help="Data-parallel training whose workers need not wait for one another.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# The first word that is no option of ours ends them: everything behind it belongs to the user's program.
+PASS_THROUGH = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+
+
+class Verbatim(TyperCommand):
+    """A command that leaves its whole command line, `--` and `--help` included, to somebody else."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return list(args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def run(
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m, a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, passed on untouched.")
+    ] = None,
+    workers: Annotated[int, typer.Option("-n", "--workers", help="Workers on this machine.")] = 1,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    nodes: Annotated[int, typer.Option(help="How many machines, each running this command.")] = 1,
+    node: Annotated[int | None, typer.Option(help="Which of them this is: 0, 1, ...")] = None,
+    rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Node 0's address; same for all.")] = None,
+    secret_file: Annotated[Path | None, typer.Option(help="From `stretto secret`; same for all machines.")] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long workers wait for a peer.")] = None,
+    prefix: Annotated[
+        bool, typer.Option("--prefix/--no-prefix", help="Put the rank before every line of output.")
+    ] = True,
+) -> None:
+    """Run a script in N workers, on one machine or several.
+
+    The job ends when all have ended. If one fails, all are ended within 5 s, its traceback is printed last and its
+    exit code is ours.
+    """
+    from stretto.job import launch, launch_plan
+
+    plan = launch_plan.make_plan(
+        target,
+        arguments or [],
+        module=module,
+        workers=workers,
+        nodes=nodes,
+        node=node,
+        rendezvous=rendezvous,
+        secret_file=secret_file,
+        timeout_s=timeout,
+        prefix=prefix,
+    )
+    raise typer.Exit(launch.run(plan, os.environ))
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+    """Print what to paste into a bug report: versions, devices, network, limits. Secrets are left out."""
+    from stretto.job import doctor
+
+    findings = doctor.examine(os.environ)
+    sys.stdout.write(doctor.as_json(findings) if json else doctor.as_text(findings))
+
+
+@app.command()
+def secret() -> None:
+    """Print a new job secret. Use: stretto secret > job.secret, then copy the file to every machine of the job."""
+    from stretto.job import secret
+
+    if stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode):
+        os.fchmod(sys.stdout.fileno(), 0o600)  # the shell made the file readable to all before we were started
+    sys.stdout.write(secret.generate().hex() + "\n")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    sys.stdout.write(f"stretto {__version__}\n")
+
+
+@app.command(cls=Verbatim)
+def lab(context: typer.Context) -> None:
+    """Run a command on virtual hosts joined by a network of a given speed: stretto lab --hosts 4 -- python train.py"""
+    delegate("lab", context.args)
+
+
+@app.command(cls=Verbatim)
+def bench(context: typer.Context) -> None:
+    """Measure collectives on this machine or in the lab."""
+    delegate("bench", context.args)
+
+
+def delegate(name: str, arguments: list[str]) -> None:
+    """Hand over to the `app` of `stretto.NAME.command`, a command line of its own, imported only now."""
+    command: Any = importlib.import_module(f"stretto.{name}.command")
+    command.app(args=arguments, prog_name=f"stretto {name}")
+
+
+def main() -> None:
+    """Entry point: our own errors become a message and exit code 2, never a traceback."""
+    try:
+        app()
+    except StrettoError as problem:
+        sys.stderr.write(f"stretto: {problem}\n")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

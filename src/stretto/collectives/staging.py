@@ -1,0 +1,78 @@
+"""Tensors that a wire cannot read where they are: on a GPU, or not contiguous.
+
+A wire works on flat host memory. A contiguous CPU tensor is used as it is. Any other is copied out and, when the collective is done, back:
+
+    CUDA    an event on the caller's stream, a copy on a stream of our own into pinned memory, the host waits for that copy; afterwards
+            the copy back is queued on the same stream, and the caller's stream waits for it: the call returns once it is queued
+    other   an ordinary copy
+
+Pinned buffers are kept and reused (pinning costs milliseconds), each only after its last copy back has finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+KEPT_BUFFERS = 8
+
+
+def _nothing() -> None:
+    return None
+
+
+class Staging:
+    """Gives flat host memory for a tensor, and the action that brings the result back to it."""
+
+    def __init__(self) -> None:
+        self._pinned: dict[tuple[torch.dtype, int], list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def borrow(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        if tensor.device.type == "cuda":
+            return self._from_cuda(tensor)
+        if tensor.is_contiguous():
+            return tensor.detach().view(-1), _nothing
+        copy = tensor.detach().contiguous().view(-1)
+        return copy, lambda: _copy_back(tensor, copy)
+
+    def _from_cuda(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        stream = self._stream(tensor.device)
+        host = self._take_pinned(tensor)
+        flat = tensor.detach().contiguous().view(-1)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            host.copy_(flat, non_blocking=True)
+            flat.record_stream(stream)
+        stream.synchronize()
+        return host, lambda: self._back_to_cuda(tensor, host, stream)
+
+    def _back_to_cuda(self, tensor: torch.Tensor, host: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
+            tensor.record_stream(stream)
+            finished = stream.record_event()
+        torch.cuda.current_stream(tensor.device).wait_event(finished)
+        kept = self._pinned.setdefault((host.dtype, host.numel()), [])
+        kept.append((host, finished))
+        if sum(map(len, self._pinned.values())) > KEPT_BUFFERS:
+            self._pinned = {(host.dtype, host.numel()): kept[-1:]}
+
+    def _take_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        kept = self._pinned.get((tensor.dtype, tensor.numel()))
+        if kept:
+            host, finished = kept.pop(0)
+            finished.synchronize()
+            return host
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+
+def _copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(flat.view(tensor.shape))

@@ -1,0 +1,106 @@
+"""Everything stretto raises, as one tree.
+
+    StrettoError
+    ├── ConfigurationError (ValueError)     what was asked cannot work; raised before anything is sent
+    ├── JobError                            the job could not be formed
+    │   ├── RendezvousError                 nobody (or a stranger) answers at the rendezvous
+    │   ├── UnreachableError                a worker publishes an address others cannot reach
+    │   ├── SecretError                     missing, malformed or wrong job secret
+    │   └── WorkerFailed (.rank)            a function run by stretto.launch raised, or its process died
+    └── WireError                           something went wrong between running workers
+        ├── PeerLost (.rank)                that worker died, was stopped, left, or its link is cut
+        ├── WireTimeout (.rank, .tag)       that worker is alive but did not arrive before the deadline
+        ├── FrameError (.rank)              that worker sent something that is not a valid frame
+        └── RankMismatch                    ranks asked for different collectives
+
+Every message has three parts: what was asked, why it cannot work, what to do instead.
+"""
+
+from __future__ import annotations
+
+
+class StrettoError(Exception):
+    """Base of everything this library raises on purpose."""
+
+
+class ConfigurationError(StrettoError, ValueError):
+    """A value that cannot work, found before any communication."""
+
+
+class JobError(StrettoError):
+    """The job could not be formed."""
+
+
+class RendezvousError(JobError):
+    """The coordinator cannot be reached, or did not answer in time."""
+
+
+class UnreachableError(JobError):
+    """A worker's published address does not answer."""
+
+
+class SecretError(JobError):
+    """The job secret is missing, malformed or wrong."""
+
+
+class WorkerFailed(JobError):
+    """A worker of `stretto.launch` failed: the first one to do so, with its traceback as text."""
+
+    def __init__(self, rank: int, reason: str, traceback: str = "") -> None:
+        super().__init__(f"rank {rank} failed first: {reason}" + (f"\n\n{traceback.rstrip()}" if traceback else ""))
+        self.rank = rank
+        self.reason = reason
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[type[WorkerFailed], tuple[int, str, str]]:
+        return WorkerFailed, (self.rank, self.reason, self.traceback)
+
+
+class WireError(StrettoError):
+    """A failure between running workers."""
+
+
+class PeerLost(WireError):
+    """A peer is gone: it died, was stopped, said goodbye or its link is cut."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} is lost: {reason}")
+        self.rank = rank
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[PeerLost], tuple[int, str]]:
+        return PeerLost, (self.rank, self.reason)
+
+
+class WireTimeout(WireError):
+    """A peer is alive (its heartbeat answers) but what was waited for did not come in time."""
+
+    def __init__(self, rank: int, tag: str, waited_s: float) -> None:
+        super().__init__(
+            f"rank {rank} did not take part in {tag} within {waited_s:g} s. Its process still answers "
+            f"heartbeats, so it is busy, blocked or in another part of the program.\n"
+            f"Find out what rank {rank} is doing (py-spy dump), or allow more time: "
+            f"stretto.init(timeouts=Timeouts(arrive_s=...))."
+        )
+        self.rank = rank
+        self.tag = tag
+        self.waited_s = waited_s
+
+    def __reduce__(self) -> tuple[type[WireTimeout], tuple[int, str, float]]:
+        return WireTimeout, (self.rank, self.tag, self.waited_s)
+
+
+class FrameError(WireError):
+    """A peer sent bytes that are not what the protocol or the plan says must come."""
+
+    def __init__(self, rank: int, problem: str) -> None:
+        super().__init__(f"rank {rank} sent a bad frame: {problem}")
+        self.rank = rank
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type[FrameError], tuple[int, str]]:
+        return FrameError, (self.rank, self.problem)
+
+
+class RankMismatch(WireError):
+    """Ranks called different collectives, or the same one with different sizes, dtypes or options."""

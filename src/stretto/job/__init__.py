@@ -1,0 +1,12 @@
+"""Who is here: how the workers of a job are started, found, introduced to each other and told apart from strangers.
+
+    detect         the environment of this process -> Launch: my rank, how many we are, where the rendezvous is
+    settle         under torchrun, Slurm and MPI: rank 0 starts the coordinator, all learn its address and the secret
+    introduce      worker side of the introduction: Launch + my address -> the table of all peers
+    coordinator    the process that introduces workers; membership is its brain, a state machine without I/O
+    secret, zap    one secret per job, the keys made from it, and the door that refuses whoever does not know it
+    hosts          machines, interfaces, addresses
+
+Only this folder and cli.py read the environment, and nothing here imports torch before it is needed: a launcher and a
+coordinator start in a moment.
+"""

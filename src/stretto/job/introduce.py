@@ -1,0 +1,360 @@
+"""The worker's side of the introduction: say who and where I am, learn who and where the others are.
+
+    launch = settle(detect(os.environ), timeouts)     # under torchrun, Slurm and MPI: learn rendezvous and secret
+    ip, interface = local_address(launch)             # listen there
+    peers = introduce(launch, address, timeouts)      # blocks until all have met
+    ...
+    farewell(launch)                                  # never longer than a second
+
+A connection to the coordinator lives only as long as the introduction: during training no socket points there, so its
+death goes unnoticed. Join is sent after every successful handshake, so a connection that breaks meanwhile costs
+nothing.
+
+What goes wrong is told apart here, within `timeouts.connect_s`: nobody answers, somebody answers who is not ZeroMQ, the
+secret is another one, the coordinator refuses, workers are missing. A failed handshake under CURVE tells the client
+nothing (the server cannot even read the hello), so `_mechanism_at` asks the other side for its public greeting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from stretto.errors import ConfigurationError, JobError, RendezvousError, SecretError, UnreachableError
+from stretto.job.coordinator import PREFIX
+from stretto.job.detect import Launch
+from stretto.job.hosts import host_identity, interface_of, join_address, resolve, split_address
+from stretto.job.membership import (
+    PROTOCOL,
+    Ask,
+    FromCoordinator,
+    FromWorker,
+    Join,
+    Leave,
+    Peer,
+    Refused,
+    Table,
+    Waiting,
+    ranks_text,
+)  # fmt: skip
+from stretto.job.settle import forget_secret, local_address, settle
+from stretto.job.zap import secure_client
+from stretto.timeouts import Timeouts
+
+__all__ = ["farewell", "introduce", "local_address", "settle"]
+
+ASK_EVERY_S = 1.0
+FIRST_WORD_S = 3.0  # silence is fine that long
+NEXT_WORD_S = 15.0
+GOODBYE_S = 1.0
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a table of 100,000 workers is about 15 MB
+
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_ERRORS: dict[str, type[JobError | ConfigurationError]] = {
+    "configuration": ConfigurationError,
+    "job": JobError,
+    "unreachable": UnreachableError,
+}
+
+log = logging.getLogger("stretto.job")
+
+
+def introduce(launch: Launch, address: str, timeouts: Timeouts) -> list[Peer]:
+    """Join the job as the worker that listens at `address` ("ip:port") and return all workers in order of rank. Blocks
+    until all are known and every address has been seen to answer, at most `timeouts.connect_s`; then a `JobError` says
+    who or what is missing, on every worker that waits."""
+    if launch.world_size == 1:
+        return [Peer(launch.rank, launch.local_rank, host_identity(), address, os.getpid())]
+    deadline = time.monotonic() + timeouts.connect_s
+    with _visit(launch, deadline) as visit:
+        peers = _Introduction(launch, address, timeouts, visit, deadline).run()
+    forget_secret(launch)
+    return peers
+
+
+def farewell(launch: Launch) -> None:
+    """Tell the coordinator that this worker is done. Silent if it is gone already; never blocks for more than a
+    second."""
+    if launch.world_size == 1 or launch.rendezvous is None or launch.secret is None:
+        return
+    deadline = time.monotonic() + GOODBYE_S
+    with contextlib.suppress(JobError, zmq.ZMQError), _visit(launch, deadline) as visit:
+        while (remaining := deadline - time.monotonic()) > 0:
+            event = visit.next(remaining)
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                visit.send(Leave(launch.rank, host_identity(), os.getpid()))
+                visit.linger_s = max(0.0, deadline - time.monotonic())
+                return
+            if isinstance(event, int) and event & (_FAILED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED):
+                return
+
+
+class _Introduction:
+    """One attempt to get the table: sends Join on every connection, asks who is missing, and keeps the user
+    informed."""
+
+    def __init__(self, launch: Launch, address: str, timeouts: Timeouts, visit: _Visit, deadline: float) -> None:
+        self.launch = launch
+        self.visit = visit
+        self.deadline = deadline
+        self.connect_s = timeouts.connect_s
+        self.token = secrets.token_hex(8)
+        self.address = address
+        self.connected = False
+        self.missing: list[int] | None = None
+        self.next_word = time.monotonic() + FIRST_WORD_S
+
+    def run(self) -> list[Peer]:
+        try:
+            while (remaining := self.deadline - time.monotonic()) > 0:
+                event = self.visit.next(min(ASK_EVERY_S, remaining))
+                if isinstance(event, Table):
+                    return self._checked(event.peers)
+                self._take(event)
+                self._keep_informed()
+        except KeyboardInterrupt:
+            if self.connected:  # the others need not wait for the deadline
+                self.visit.send(Leave(self.launch.rank, host_identity(), os.getpid()))
+                self.visit.linger_s = GOODBYE_S
+            raise
+        raise self._too_late()
+
+    def _take(self, event: FromCoordinator | int | None) -> None:
+        if isinstance(event, Refused):
+            raise _ERRORS.get(event.kind, JobError)(event.reason)
+        if isinstance(event, Waiting):
+            self.missing = event.missing
+        elif event is None:
+            if self.connected:
+                self.visit.send(Ask(self.launch.rank, self.token))
+        elif isinstance(event, int):
+            self._take_network(event)
+
+    def _take_network(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.connected = True
+            self.visit.send(self._join())
+        elif event == zmq.EVENT_DISCONNECTED and self.connected:
+            self.connected = False
+        elif event & _FAILED or event == zmq.EVENT_DISCONNECTED:  # the latter: hung up before the handshake was over
+            _explain_failed_handshake(self.launch, auth=event == zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+    def _join(self) -> Join:
+        remaining = max(0.01, self.deadline - time.monotonic())
+        launch = self.launch
+        return Join(
+            rank=launch.rank,
+            world_size=launch.world_size,
+            local_rank=launch.local_rank,
+            host=host_identity(),
+            interface=interface_of(split_address(self.address)[0]) or "unknown",
+            address=self.address,
+            pid=os.getpid(),
+            token=self.token,
+            patience_s=remaining - min(1.0, remaining / 5),  # the answer needs time to come back
+        )
+
+    def _checked(self, peers: list[Peer]) -> list[Peer]:
+        if [peer.rank for peer in peers] != list(range(self.launch.world_size)):
+            raise JobError(
+                f"The coordinator at {self.launch.rendezvous} sent a table of ranks {[peer.rank for peer in peers]}, "
+                f"but this job has {self.launch.world_size} workers. Install the same version of stretto on every "
+                "machine."
+            )
+        return peers
+
+    def _keep_informed(self) -> None:
+        if time.monotonic() < self.next_word:
+            return
+        self.next_word = time.monotonic() + NEXT_WORD_S
+        if not self.connected:
+            log.warning("rank %d: waiting for the coordinator at %s", self.launch.rank, self.launch.rendezvous)
+        elif self.missing:
+            log.warning("rank %d: waiting for %s", self.launch.rank, ranks_text(self.missing))
+        else:
+            log.warning("rank %d: all are here, waiting until every address has been seen to answer", self.launch.rank)
+
+    def _too_late(self) -> JobError:
+        launch = self.launch
+        if self.connected and self.missing:
+            return JobError(
+                f"{ranks_text(self.missing).capitalize()} of {launch.world_size} did not join within "
+                f"{self.connect_s:g} s; rank {launch.rank} waited.\n"
+                "Read the output of the missing workers, or allow more time with STRETTO_TIMEOUT."
+            )
+        if self.connected:
+            return RendezvousError(
+                f"The coordinator at {launch.rendezvous} accepted rank {launch.rank} but stopped answering within "
+                f"{self.connect_s:g} s: its process is stopped or overloaded.\n"
+                "Restart the job."
+            )
+        return _nobody_there(launch, self.connect_s)
+
+
+@dataclass(slots=True)
+class _Visit:
+    """One connection to the coordinator, and what happens to it."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    poller: zmq.Poller
+    decoder: msgspec.msgpack.Decoder[FromCoordinator]
+    linger_s: float = 0.0
+
+    def send(self, message: FromWorker) -> None:
+        with contextlib.suppress(zmq.Again):  # just disconnected: the next handshake sends Join again
+            self.socket.send_multipart([_protocol_frame(), msgspec.msgpack.encode(message)], zmq.NOBLOCK)
+
+    def next(self, timeout_s: float) -> FromCoordinator | int | None:
+        """The next message, or network event (`zmq.EVENT_...`), or None when the time is over."""
+        ready: dict[Any, int] = dict(self.poller.poll(int(timeout_s * 1000) + 1))
+        if self.monitor in ready:
+            return int(recv_monitor_message(self.monitor)["event"])
+        if self.socket in ready:
+            return self._message(self.socket.recv_multipart())
+        return None
+
+    def _message(self, frames: list[bytes]) -> FromCoordinator | None:
+        if frames[0] != _protocol_frame():
+            return Refused(
+                "job",
+                f"The coordinator speaks {frames[0][:20].decode('ascii', 'replace')!r}, this worker "
+                f"{_protocol_frame().decode()!r}: they run different versions.\n"
+                "Install the same version of stretto on every machine (`pip show stretto`).",
+            )
+        try:
+            return self.decoder.decode(frames[1]) if len(frames) == 2 else None
+        except msgspec.MsgspecError as error:
+            log.warning("ignored a message of the coordinator that cannot be read: %s", error)
+            return None
+
+
+@contextlib.contextmanager
+def _visit(launch: Launch, deadline: float) -> Iterator[_Visit]:
+    """Connect in the background; everything is closed on the way out, after at most `linger_s` for what is unsent."""
+    if launch.rendezvous is None or launch.secret is None:
+        raise JobError(
+            f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) knows no rendezvous or no secret yet. Call "
+            "launch = settle(launch, timeouts) first."
+        )
+    endpoint, ipv6 = _endpoint(launch, deadline)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    secure_client(dealer, launch.secret, launch.encrypt)
+    dealer.setsockopt(zmq.IPV6, int(ipv6))
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    dealer.setsockopt(zmq.IMMEDIATE, 1)  # queue for a live connection only
+    dealer.setsockopt(zmq.RECONNECT_IVL, 50)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    dealer.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+    monitor = dealer.get_monitor_socket()
+    poller = zmq.Poller()
+    poller.register(dealer, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
+    visit = _Visit(context, dealer, monitor, poller, msgspec.msgpack.Decoder(FromCoordinator))
+    try:
+        dealer.connect(endpoint)
+        yield visit
+    finally:
+        dealer.disable_monitor()
+        monitor.close(0)
+        dealer.close(int(visit.linger_s * 1000))
+        context.term()
+
+
+def _endpoint(launch: Launch, deadline: float) -> tuple[str, bool]:
+    """Resolve the rendezvous, again and again: in a cluster a host's name may appear later than this worker."""
+    assert launch.rendezvous is not None
+    host, port = split_address(launch.rendezvous)
+    while True:
+        try:
+            family, ip = resolve(host, port)
+            return f"tcp://{join_address(ip, port)}", family == socket.AF_INET6
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"The rendezvous {launch.rendezvous} cannot be found from {socket.gethostname()}: "
+                    f"{error.strerror or error}.\n"
+                    "Check the host name, or give its IP address."
+                ) from error
+            time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
+
+
+def _explain_failed_handshake(launch: Launch, auth: bool) -> None:
+    """Raise what a failed handshake means, or return if the other side was merely going down."""
+    where = f"the rendezvous {launch.rendezvous}"
+    ours = "CURVE" if launch.encrypt else "PLAIN"
+    theirs = ours if auth else _mechanism_at(launch)
+    if theirs == ours:
+        raise SecretError(
+            f"rank {launch.rank} was turned away at {where}: its job secret is not the coordinator's.\n"
+            "Give every worker the same STRETTO_SECRET or STRETTO_SECRET_FILE (--secret-file), and each job a "
+            "rendezvous port of its own."
+        )
+    if theirs in ("CURVE", "PLAIN"):
+        raise ConfigurationError(
+            f"rank {launch.rank} and the coordinator at {where} disagree on encryption: the worker wants "
+            f"{'it on' if launch.encrypt else 'it off'}, the coordinator {'on' if theirs == 'CURVE' else 'off'}.\n"
+            "Set STRETTO_ENCRYPT to the same value for every worker."
+        )
+    if theirs is not None:
+        raise RendezvousError(
+            f"What answers at {where} is not a coordinator of stretto, but another program.\n"
+            "Check host and port, or choose a port that is free on that host."
+        )
+
+
+def _mechanism_at(launch: Launch) -> str | None:
+    """The security mechanism in the ZMTP greeting of whoever listens at the rendezvous: "" if it does not speak ZMTP 3,
+    None if nobody answers now. (ZeroMQ RFC 37: signature 10 bytes, version 2, mechanism 20, as-server 1, filler 31.)"""
+    assert launch.rendezvous is not None
+    # Signature and version only: that makes the other side speak, and it cannot yet hang up over a different mechanism.
+    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"
+    try:
+        with socket.create_connection(split_address(launch.rendezvous), timeout=2.0) as probe:
+            probe.sendall(greeting)
+            answer = b""
+            while len(answer) < 32 and (chunk := probe.recv(64)):
+                answer += chunk
+    except TimeoutError:
+        return ""
+    except OSError:
+        return None
+    if len(answer) < 32 or answer[0] != 0xFF or answer[9] != 0x7F:
+        return ""
+    return answer[12:32].rstrip(b"\0").decode("ascii", "replace")
+
+
+def _nobody_there(launch: Launch, waited_s: float) -> RendezvousError:
+    assert launch.rendezvous is not None
+    host, port = split_address(launch.rendezvous)
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+        reason = "somebody accepts connections there, but did not complete a handshake"
+    except TimeoutError:
+        reason = "no answer (a firewall, a wrong address, or the host is down)"
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+    return RendezvousError(
+        f"rank {launch.rank} on {socket.gethostname()} could not reach the coordinator at {launch.rendezvous} within "
+        f"{waited_s:g} s: {reason}.\n"
+        f"Check that node 0 (or rank 0) runs and has not ended, that {host} is its address as seen from here, and that "
+        f"port {port} is open in its firewall."
+    )
+
+
+def _protocol_frame() -> bytes:
+    return PREFIX + str(PROTOCOL).encode()

@@ -1,0 +1,334 @@
+"""Under launchers that are not ours: somebody starts the coordinator, and all learn its address and the secret.
+
+`stretto run` gives its workers both. The others do not, so rank 0 starts the coordinator, and the two facts travel:
+
+    torchrun        through torchrun's own store: the one its agent serves, or one that rank 0 opens at
+                    MASTER_ADDR:MASTER_PORT as torch would. That store has no authentication, so a secret that travels
+                    through it protects the job exactly as well as torchrun protects itself: against other jobs and
+                    strays, not against somebody who reads that network. Export STRETTO_SECRET on all machines, and the
+                    secret does not travel.
+    Slurm, MPI      the address is known beforehand (detect.py); across machines the user gives the secret; on one host
+                    rank 0 leaves it in a file that only this user can read, until the workers have met.
+
+The coordinator is a child of rank 0 and dies with it. Every wait here ends at `timeouts.connect_s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import select
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from stretto.errors import JobError, RendezvousError, SecretError
+from stretto.job import secret as secrets
+from stretto.job.coordinator import why_unreachable
+from stretto.job.detect import Launch
+from stretto.job.hosts import (
+    address_of,
+    interface_of,
+    interfaces,
+    is_loopback,
+    join_address,
+    route_towards,
+    split_address,
+)
+from stretto.job.membership import ranks_text
+from stretto.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+POLL_S = 0.05
+T = TypeVar("T")
+
+log = logging.getLogger("stretto.job")
+
+
+def settle(launch: Launch, timeouts: Timeouts) -> Launch:
+    """Fill in the rendezvous and the secret, starting the coordinator where that is ours to do. Collective: every
+    worker of the job calls it, before `local_address` and `introduce`. A job of one and a job of `stretto run` are
+    settled already."""
+    if launch.world_size == 1 or launch.launcher == "stretto":
+        return launch
+    if launch.launcher == "torchrun":
+        return _through_torch_store(launch, timeouts)
+    return _at_known_address(launch, timeouts)
+
+
+def local_address(launch: Launch) -> tuple[str, str]:
+    """(ip, interface) on which this worker listens and which it publishes: STRETTO_INTERFACE if set; loopback if all
+    workers share this host; else the address from which the kernel talks to the rendezvous."""
+    if launch.interface is not None:
+        ip = address_of(launch.interface)
+    elif launch.one_host:
+        ip = "127.0.0.1"
+    else:
+        ip = _address_for_others(launch)
+    return ip, interface_of(ip) or "unknown"
+
+
+def _address_for_others(launch: Launch) -> str:
+    where = launch.rendezvous or launch.master
+    if where is None:
+        raise JobError(
+            f"rank {launch.rank} of {launch.world_size} does not know the rendezvous yet, so it cannot choose an "
+            "address. Call settle(launch, timeouts) first."
+        )
+    ip = route_towards(*split_address(where))
+    if not is_loopback(ip):
+        return ip
+    # The rendezvous is this very host under a loopback name (127.0.1.1 in /etc/hosts is common): others need a real
+    # one.
+    candidates = [address for _, address in interfaces() if not is_loopback(address)]
+    if len(candidates) == 1:
+        return candidates[0]
+    listing = ", ".join(f"{name} ({address})" for name, address in interfaces() if not is_loopback(address)) or "none"
+    raise RendezvousError(
+        f"The rendezvous {where} is a loopback address here, but the job's workers are on several hosts, which cannot "
+        f"reach it. This host's other addresses: {listing}.\n"
+        "Name the rendezvous by an address the others can reach, or set STRETTO_INTERFACE to one of these."
+    )
+
+
+# Slurm and MPI
+
+
+def _at_known_address(launch: Launch, timeouts: Timeouts) -> Launch:
+    deadline = time.monotonic() + timeouts.connect_s
+    if launch.rendezvous is None:
+        raise JobError(
+            f"{launch.launcher}: a job of {launch.world_size} without a rendezvous; build Launch with detect()."
+        )
+    host, port = split_address(launch.rendezvous)
+    secret = launch.secret
+    if launch.rank == 0:
+        if secret is None:
+            secret = secrets.generate()
+            _write_secret(launch, secret)
+        # Several hosts: the name may mean a loopback address on its own host (/etc/hosts), so listen on all; the door
+        # is shut
+        # to strangers anyway.
+        bind = host if launch.one_host else ("::" if ":" in host else "0.0.0.0")
+        start_coordinator(join_address(bind, port), launch.world_size, secret, launch.encrypt, deadline)
+    elif secret is None:
+        secret = _read_secret(launch, deadline)
+    return dataclasses.replace(launch, secret=secret)
+
+
+def forget_secret(launch: Launch) -> None:
+    """Remove the file of a one-host job: everybody has met. Called by rank 0, harmless otherwise."""
+    if launch.rank == 0 and launch.world_size > 1 and launch.launcher in ("slurm", "openmpi", "mpich"):
+        with contextlib.suppress(OSError, JobError):
+            _secret_path(launch).unlink()
+
+
+def _secret_path(launch: Launch) -> Path:
+    """In a folder that only we can enter: refused if another user made it first."""
+    folder = Path(tempfile.gettempdir()) / f"stretto-job-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise SecretError(
+            f"The workers of this host would share their secret in {folder}, but that is not a folder of user "
+            f"{os.getuid()} alone (mode 700).\n"
+            f"Remove it, or give the job a secret. {secrets.HOW_TO_MAKE_ONE}"
+        )
+    name = hashlib.sha256(f"{launch.launcher}\0{launch.run}\0{launch.rendezvous}".encode()).hexdigest()[:24]
+    return folder / name
+
+
+def _write_secret(launch: Launch, secret: bytes) -> None:
+    path = _secret_path(launch)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)  # mode 600
+    with os.fdopen(handle, "w") as file:
+        json.dump({"pid": os.getpid(), "secret": secret.hex()}, file)
+    os.replace(temporary, path)  # readers see the old file or all of the new one
+
+
+def _read_secret(launch: Launch, deadline: float) -> bytes:
+    path = _secret_path(launch)
+
+    def read() -> bytes | None:
+        try:
+            found = json.loads(path.read_text())
+            os.kill(int(found["pid"]), 0)  # a file whose writer is dead is of an earlier job
+            return secrets.parse(found["secret"], str(path))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    secret = _poll(read, deadline)
+    if secret is None:
+        raise SecretError(
+            f"rank {launch.rank} waited for rank 0 to leave the job's secret in {path}, but it never appeared: rank 0 "
+            "failed, or it has another /tmp (containers).\n"
+            f"Read rank 0's output, or give the job a secret. {secrets.HOW_TO_MAKE_ONE}"
+        )
+    return secret
+
+
+# torchrun
+
+
+def _through_torch_store(launch: Launch, timeouts: Timeouts) -> Launch:
+    deadline = time.monotonic() + timeouts.connect_s
+    key = f"stretto/{launch.run}/{launch.world_size}"
+    try:
+        store = _open_store(launch, timeouts)
+        if launch.rank == 0:
+            return _publish(launch, store, key, deadline)
+        return _learn(launch, store, key, deadline)
+    except RuntimeError as error:  # torch's DistError and its kin
+        raise RendezvousError(
+            f"rank {launch.rank} cannot use the store at {launch.master} (MASTER_ADDR:MASTER_PORT): "
+            f"{str(error).splitlines()[0]}.\n"
+            "Check that rank 0's host is up and that the port is open between the machines."
+        ) from error
+
+
+def _open_store(launch: Launch, timeouts: Timeouts) -> TCPStore:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # the one place in job/ that needs torch
+
+    assert launch.master is not None  # detect() requires it
+    host, port = split_address(launch.master)
+    # wait_for_workers would count us in torch's own rendezvous; multi_tenant lets torch open "its" store on the same
+    # port.
+    hosting = launch.rank == 0 and not launch.agent_store
+    return TCPStore(
+        host_name=host, port=port, world_size=None, is_master=hosting, timeout=timedelta(seconds=timeouts.connect_s),
+        wait_for_workers=False, multi_tenant=not launch.agent_store,
+    )  # fmt: skip
+
+
+def _publish(launch: Launch, store: TCPStore, key: str, deadline: float) -> Launch:
+    secret = launch.secret or secrets.generate()
+    ip, _ = local_address(launch)
+    rendezvous = start_coordinator(join_address(ip, 0), launch.world_size, secret, launch.encrypt, deadline)
+    travels = "" if launch.secret else secret.hex()
+    store.set(key, json.dumps({"rendezvous": rendezvous, "secret": travels}))
+    if not launch.agent_store:
+        _wait_for_readers(launch, store, key, deadline)
+    return dataclasses.replace(launch, rendezvous=rendezvous, secret=secret)
+
+
+def _wait_for_readers(launch: Launch, store: TCPStore, key: str, deadline: float) -> None:
+    """A store that rank 0 serves must stay until the last worker has read it."""
+
+    def missing() -> list[int]:
+        return [rank for rank in range(1, launch.world_size) if not store.check([f"{key}/read/{rank}"])]
+
+    if _poll(lambda: True if not missing() else None, deadline) is None:
+        raise JobError(
+            f"{ranks_text(missing()).capitalize()} of {launch.world_size} did not come to the store at {launch.master} "
+            "in time.\n"
+            "Read the output of the missing workers; MASTER_ADDR must be an address of rank 0's host that they can "
+            "reach."
+        )
+
+
+def _learn(launch: Launch, store: TCPStore, key: str, deadline: float) -> Launch:
+    def read() -> dict[str, Any] | None:
+        if not store.check([key]):
+            return None
+        found: dict[str, Any] = json.loads(store.get(key))
+        # The agent's store outlives a restart of the workers: an address that does not answer is of the last
+        # coordinator.
+        return found if why_unreachable(found["rendezvous"], 1.0) is None else None
+
+    found = _poll(read, deadline)
+    if found is None:
+        raise RendezvousError(
+            f"rank {launch.rank} waited at the store {launch.master} for rank 0 to say where its coordinator listens, "
+            "but no coordinator that answers was named in time.\n"
+            "Read rank 0's output, and check that this host can reach rank 0's."
+        )
+    store.set(f"{key}/read/{launch.rank}", "1")
+    if launch.secret is None and not found["secret"]:
+        raise SecretError(
+            f"rank 0 was given a secret by its environment, rank {launch.rank} was not, so it cannot join.\n"
+            "Export the same STRETTO_SECRET or STRETTO_SECRET_FILE on every machine, or on none."
+        )
+    secret = launch.secret or secrets.parse(found["secret"], "torchrun's store")
+    return dataclasses.replace(launch, rendezvous=found["rendezvous"], secret=secret)
+
+
+def _poll(attempt: Callable[[], T | None], deadline: float) -> T | None:
+    while (found := attempt()) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return found
+
+
+# The coordinator as a child
+
+
+def start_coordinator(bind: str, world_size: int, secret: bytes, encrypted: bool, deadline: float) -> str:
+    """Start the coordinator as a child of this process and return the address at which it listens."""
+    ready, told = os.pipe()
+    try:
+        process = subprocess.Popen(
+            _command(bind, world_size, encrypted, told),
+            env=os.environ | {"STRETTO_SECRET": secret.hex(), "PYTHONSAFEPATH": "1"},
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[told],
+        )
+    finally:
+        os.close(told)
+    try:
+        address = _first_line(ready, deadline)
+    finally:
+        os.close(ready)
+    if not address:
+        process.kill()
+        _, complaint = process.communicate()
+        reason = complaint.decode(errors="replace").strip() or "it did not start in time"
+        raise RendezvousError(f"The coordinator cannot be started at {bind}: {reason}")
+    # Whoever waits for a child keeps it from becoming a zombie; the thread also passes on what the child has to say.
+    threading.Thread(target=_attend, args=(process,), name="stretto-coordinator", daemon=True).start()
+    return address
+
+
+def _command(bind: str, world_size: int, encrypted: bool, told: int) -> list[str]:
+    command = [
+        sys.executable, "-m", "stretto.job.coordinator", "--bind", bind, "--world-size", str(world_size),
+        "--ready-fd", str(told), "--encrypted" if encrypted else "--plain",
+    ]  # fmt: skip
+    if threading.current_thread() is threading.main_thread():
+        # Linux sends the death signal when the *thread* that made the child ends; other threads rely on the child's own
+        # look.
+        command += ["--die-with-parent", str(os.getpid())]
+    return command
+
+
+def _first_line(ready: int, deadline: float) -> str:
+    text = b""
+    while not text.endswith(b"\n"):
+        if not select.select([ready], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return ""
+        chunk = os.read(ready, 256)
+        if not chunk:
+            return ""
+        text += chunk
+    return text.decode().strip()
+
+
+def _attend(process: subprocess.Popen[bytes]) -> None:
+    assert process.stderr is not None
+    # Raw reads and writes: a buffered stream's lock in a daemon thread can stall the interpreter's exit.
+    while chunk := os.read(process.stderr.fileno(), 65536):
+        os.write(2, chunk)
+    process.wait()
+    process.stderr.close()

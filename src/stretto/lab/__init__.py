@@ -1,0 +1,7 @@
+"""Virtual hosts joined by a network of a given speed, on one machine (Linux). See `lab` and docs/lab.md."""
+
+from stretto.lab.lab import Job, Lab, Result, lab_available
+from stretto.lab.ledger import Ledger, Traffic
+from stretto.lab.link import Process, Sink
+
+__all__ = ["Job", "Lab", "Ledger", "Process", "Result", "Sink", "Traffic", "lab_available"]

@@ -1,0 +1,207 @@
+"""`stretto lab`: run a command on virtual hosts, and change the links of a running lab.
+
+    stretto lab --hosts 4 --rate 1gbit --slow 1=4x -- python train.py
+    stretto lab cut 1 | restore 1 | rate 1 100mbit
+
+The first word decides: `cut`, `restore` and `rate` speak to a running lab, anything else starts one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from stretto.job.output import STDOUT, Lines, Screen, prefix_of, wants_colour
+from stretto.lab import control, messages
+from stretto.lab.lab import Job, Lab
+from stretto.lab.ledger import Ledger, Traffic, excess
+from stretto.lab.rates import describe_rate, parse_rate
+from stretto.lab.slow import parse_slow
+
+_OVERDUE_S = 0.5
+_FLUSH_S = 2.0
+_PLAIN = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
+_hosts = typer.Typer(**_PLAIN)  # type: ignore[arg-type]
+_links = typer.Typer(help="Change a link of a running lab.", **_PLAIN)  # type: ignore[arg-type]
+
+HostArgument = Annotated[int, typer.Argument(metavar="HOST", help="Which host, counted from 0.")]
+NameOption = Annotated[str | None, typer.Option("--name", help="Which lab, when several are running.")]
+
+
+def app(args: list[str] | None = None, prog_name: str = "stretto lab") -> None:
+    """The command line behind `stretto lab`. Ends the process as any command does, by `SystemExit`."""
+    words = sys.argv[1:] if args is None else args
+    speaks_to_running = bool(words) and words[0] in ("cut", "restore", "rate")
+    (_links if speaks_to_running else _hosts)(args=words, prog_name=prog_name)
+
+
+@_hosts.command(context_settings={"allow_interspersed_args": False})
+def lab(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARGS]...", help="Runs once on every host.")],
+    hosts: Annotated[int, typer.Option(help="How many virtual hosts.")] = 2,
+    rate: Annotated[str | None, typer.Option(help="Speed of links, both ways: 1gbit, 100mbit. Default: full.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="1=4x: host 1 runs 4 times slower. May be repeated.")] = None,
+    encrypt: Annotated[bool, typer.Option("--encrypt", help="Encrypt stretto's wire, as between real hosts.")] = False,
+    name: Annotated[str | None, typer.Option(help="For stretto lab cut --name, when several labs run.")] = None,
+) -> None:
+    """Run a command on virtual hosts joined by a network of a given speed.
+
+    While it runs, from another terminal: stretto lab cut HOST, stretto lab restore HOST, stretto lab rate HOST RATE.
+    """
+    factors = dict(parse_slow(text) for text in slow or [])
+    with _signals_raise(), Lab(hosts, rate, slow=factors, encrypt=encrypt, name=name) as made:
+        _say(_greeting(made, rate, factors))
+        code = _run(made, command)
+    raise typer.Exit(code)
+
+
+@_links.command()
+def cut(host: HostArgument, name: NameOption = None) -> None:
+    """Let every packet from and to HOST vanish, without a word to anybody."""
+    control.ask(name, messages.Cut(host))
+
+
+@_links.command()
+def restore(host: HostArgument, name: NameOption = None) -> None:
+    """Mend the cut link of HOST."""
+    control.ask(name, messages.Restore(host))
+
+
+@_links.command("rate")
+def set_rate(
+    host: HostArgument,
+    rate: Annotated[str, typer.Argument(metavar="RATE", help="1gbit, 100mbit, 500kbit; or full.")],
+    name: NameOption = None,
+) -> None:
+    """Change the speed of HOST's link, both ways, while it is in use."""
+    control.ask(name, messages.SetRate(host, None if rate == "full" else parse_rate(rate)))
+
+
+def _run(made: Lab, command: list[str]) -> int:
+    """Run to the end; the exit code of the host that failed first."""
+    output = _HostOutput(made.hosts)
+    before = made.counters()
+    job = made.start(command, sink=output)
+    try:
+        while not job.over_within(_OVERDUE_S):
+            output.show_overdue()
+            if output.unread:
+                raise _Ended(signal.SIGTERM)
+        results = job.wait()
+        code = 0 if job.first_failure is None else results[job.first_failure].returncode
+        output.close(patience_s=float("inf"))
+    except _Ended as ended:
+        job.stop(ended.signum)
+        code = -ended.signum
+        output.close(patience_s=_FLUSH_S)
+    _report(job, [after.since(first) for after, first in zip(made.counters(), before, strict=True)], code)
+    return code if code >= 0 else 128 - code
+
+
+class _Ended(Exception):
+    """The user or the system asked us to end."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP become `_Ended`; a second one while we end closes the lab at once."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise _Ended(signum)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(signum, end) for signum in numbers]
+    try:
+        yield
+    except _Ended as ended:
+        raise typer.Exit(128 + ended.signum) from None
+    finally:
+        for signum, handler in zip(numbers, before, strict=True):
+            signal.signal(signum, handler)
+
+
+class _HostOutput:
+    """What hosts write, as whole lines with the host in front; fed by the lab's thread, timed by the main one."""
+
+    def __init__(self, hosts: int) -> None:
+        colour = wants_colour(sys.stdout, os.environ)
+        width = len(f"host {hosts - 1}")
+        self._lines = [Lines(prefix_of(f"host {host}", width, host if colour else None)) for host in range(hosts)]
+        self._lock = threading.Lock()
+        self._screen = Screen()
+        self._screen.start()
+
+    def write(self, host: int, data: bytes) -> None:
+        with self._lock:
+            self._screen.write(STDOUT, self._lines[host].feed(data, time.monotonic()))
+
+    @property
+    def congested(self) -> bool:
+        return self._screen.congested
+
+    def show_overdue(self) -> None:
+        with self._lock:
+            for lines in self._lines:
+                self._screen.write(STDOUT, lines.overdue(time.monotonic()))
+
+    @property
+    def unread(self) -> bool:
+        """Whoever read our output has gone (`| head`)."""
+        return self._screen.broken
+
+    def close(self, patience_s: float) -> None:
+        """Write what is left; a reader that pauses is waited for so long."""
+        with self._lock:
+            for lines in self._lines:
+                self._screen.write(STDOUT, lines.close())
+        give_up_at = time.monotonic() + patience_s
+        self._screen.close(give_up=lambda: time.monotonic() > give_up_at)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _greeting(made: Lab, rate: str | None, factors: dict[int, float]) -> str:
+    slow = "".join(f", host {host} {factor:g} times slower" for host, factor in factors.items())
+    wire = "encrypted" if made.encrypt else "not encrypted (--encrypt)"
+    return (
+        f"stretto lab {made.name}: {made.hosts} hosts, links {describe_rate(parse_rate(rate))}{slow}, "
+        f"stretto's wire {wire}. Cut a link from another terminal: stretto lab cut 0"
+    )
+
+
+def _report(job: Job, traffic: list[Traffic], code: int) -> None:
+    """What went through each interface, beside what the workers' wires counted; then who failed."""
+    from rich.console import Console
+    from rich.table import Table
+
+    ledgers = job.ledgers()
+    table = Table("host", "sent", "received", title="bytes through the interfaces")
+    if any(ledger is not None for ledger in ledgers):
+        table.add_column("sent by stretto's count")
+        table.add_column("interface over count")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for host, (each, ledger) in enumerate(zip(traffic, ledgers, strict=True)):
+        table.add_row(str(host), f"{each.sent:,}", f"{each.received:,}", *_counted(each, ledger))
+    Console(stderr=True).print(table)
+    if job.first_failure is not None:
+        how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+        _say(f"stretto lab: host {job.first_failure} failed first ({how}); the others were ended.")
+
+
+def _counted(traffic: Traffic, ledger: Ledger | None) -> list[str]:
+    return [] if ledger is None else [f"{ledger.bytes_sent:,}", f"{excess(traffic, ledger):+.1%}"]

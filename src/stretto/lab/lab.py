@@ -1,0 +1,393 @@
+"""A network of virtual hosts on one machine, to try a job on links of a given speed, with slow hosts and cut links.
+
+    with Lab(hosts=4, rate="1gbit") as lab:
+        for result in lab.run([sys.executable, "train.py"], timeout_s=600):
+            print(result.returncode, result.output)
+
+Each host is a network namespace with an `eth0` of its own (see `network`); everything is held by one warden process
+(see `warden`) and gone when it ends. The `Lab` object may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+from stretto.errors import ConfigurationError, JobError
+from stretto.lab import messages
+from stretto.lab.control import Place
+from stretto.lab.environment import Run, host_environment
+from stretto.lab.ledger import Ledger, Traffic, read_ledger
+from stretto.lab.link import Link, Process, Sink
+from stretto.lab.network import MAX_HOSTS, address
+from stretto.lab.rates import parse_rate
+from stretto.lab.slow import check_factor
+
+_FIRST_MASTER_PORT = 29500
+_READY_S = 30.0
+_TERMINATE_S = 3.0
+_KILL_S = 1.5
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended on one host."""
+
+    returncode: int  # negative: ended by that signal
+    output: str  # stdout and stderr, as they came
+
+
+class Lab:
+    """Virtual hosts; a context manager. See the module's text.
+
+    `rate` shapes every link both ways, None leaves links as fast as the machine. `slow` maps hosts to how many times
+    slower they run. `encrypt` turns encryption of stretto's wire on. `name` is for `stretto lab cut --name`;
+    `environ` replaces the environment that commands inherit.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        rate: str | None = None,
+        *,
+        slow: Mapping[int, float] | None = None,
+        encrypt: bool = False,
+        name: str | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        _check_hosts(hosts)
+        _check_pyroute2()
+        self.hosts = hosts
+        self.encrypt = encrypt
+        self._environ = dict(os.environ if environ is None else environ)
+        setup = messages.Setup([parse_rate(rate)] * hosts, _factors(hosts, slow or {}))
+        self._jobs = 0
+        self._place = Place(name)
+        self.name = self._place.name
+        self._closed = threading.Lock()
+        try:
+            self._link, self._warden = self._start_warden()
+        except BaseException:
+            self._place.listener.close()
+            self._place.remove()
+            raise
+        try:
+            self._link.request(setup)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_warden(self) -> tuple[Link, subprocess.Popen[bytes]]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptors = {"--control": theirs.fileno(), "--listener": self._place.listener.fileno()}
+        command = [sys.executable, "-m", "stretto.lab.warden", "--maker", str(os.getpid())]
+        command += ["--directory", str(self._place.path)]
+        for option, descriptor in descriptors.items():
+            command += [option, str(descriptor)]
+        with theirs:
+            warden = subprocess.Popen(
+                command,
+                env=_importing_stretto(self._environ),
+                cwd="/",  # -m puts it first on the import path: nothing there hides a module
+                pass_fds=[*descriptors.values(), self._place.lock],  # the lock is held as long as the warden lives
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        return Link(ours), warden
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything that runs in the lab, at once. May be called again."""
+        if not self._closed.acquire(blocking=False):
+            return
+        self._link.close()
+        try:
+            self._warden.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._warden.kill()  # the kernel then kills its child, and with that all the rest
+            self._warden.wait(_CLOSE_S)
+        self._place.listener.close()
+        self._place.remove()
+
+    def address(self, host: int) -> str:
+        """The host's address inside the lab."""
+        self._check(host)
+        return address(host)
+
+    def spawn(
+        self,
+        host: int,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        sink: Sink | None = None,
+    ) -> Process:
+        """Start one command on one host, with `env` over the inherited environment; no variables of a job are set."""
+        return self._spawn(host, argv, self._environ | dict(env or {}), sink=sink)
+
+    def start(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        coordinator: bool = True,
+        sink: Sink | None = None,
+    ) -> Job:
+        """Start the command on every host, one rank each, with the variables of a job. `env` goes on top.
+
+        Without a coordinator stretto's workers cannot meet; torch's own can.
+        """
+        self._jobs += 1
+        port = _FIRST_MASTER_PORT + self._jobs % 1000  # a job before this one may not have let go of its port
+        secret = secrets.token_hex(32)
+        service, rendezvous = self._start_coordinator(secret) if coordinator else (None, None)
+        run = Run(world_size=self.hosts, rendezvous=rendezvous, secret=secret, encrypt=self.encrypt, master_port=port)
+        job = Job(self, service)
+        for host in range(self.hosts):
+            ledger = self._place.ledger / f"{self._jobs}-{host}.json"
+            variables = host_environment(self._environ, run, host, str(ledger)) | dict(env or {})
+            job.processes.append(self._spawn(host, argv, variables, sink=sink))
+            job.ledger_files.append(ledger)
+        return job
+
+    def run(
+        self,
+        argv: Sequence[str],
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+        *,
+        coordinator: bool = True,
+        keep_going: bool = False,
+    ) -> list[Result]:
+        """Run the command on every host to its end. When one fails the others are ended too, unless `keep_going`."""
+        return self.start(argv, env, coordinator=coordinator).wait(timeout_s, keep_going=keep_going)
+
+    def _start_coordinator(self, secret: str) -> tuple[Process, str]:
+        reading, writing = os.pipe()
+        argv = [sys.executable, "-m", "stretto.job.coordinator", "--bind", f"{address(0)}:0"]
+        argv += ["--world-size", str(self.hosts), "--ready-fd", "3", "--encrypted" if self.encrypt else "--plain"]
+        environment = _importing_stretto(self._environ) | {"STRETTO_SECRET": secret}
+        try:
+            process = self._spawn(0, argv, environment, directory="/", extra=[writing], service=True)
+        finally:
+            os.close(writing)
+        with open(reading):
+            os.set_blocking(reading, False)
+            return process, self._read_rendezvous(process, reading)
+
+    def _read_rendezvous(self, process: Process, reading: int) -> str:
+        text = b""
+
+        def arrived() -> bool:
+            nonlocal text
+            with suppress(BlockingIOError):
+                text += os.read(reading, 256)
+            return text.endswith(b"\n") or process.finished
+
+        deadline = time.monotonic() + _READY_S
+        while not arrived() and time.monotonic() < deadline:
+            self._link.wait_for(lambda: process.finished, 0.01)
+        if not text.endswith(b"\n"):
+            process.kill()
+            raise JobError(f"the coordinator did not start on host 0 within {_READY_S:g} s. It said:\n{process.output}")
+        return text.decode().strip()
+
+    def _spawn(
+        self,
+        host: int,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        directory: str | None = None,
+        extra: Sequence[int] = (),
+        service: bool = False,
+        sink: Sink | None = None,
+    ) -> Process:
+        self._check(host)
+        _check_argv(argv)
+        command = messages.Command(
+            argv=[os.fsencode(word) for word in argv],
+            environment={name: os.fsencode(value) for name, value in environment.items()},
+            directory=os.fsencode(directory or os.getcwd()),
+        )
+        file = messages.write_command(command)
+        try:
+            request = messages.Spawn(host, service)
+            return self._link.start(host, request, lambda output: [file, output, *extra], sink)
+        finally:
+            os.close(file)
+
+    def cut(self, host: int) -> None:
+        """Let every packet from and to the host vanish, silently: its interface stays up, nobody gets an error."""
+        self._link.request(messages.Cut(self._check(host)))
+
+    def restore(self, host: int) -> None:
+        """Mend a cut link."""
+        self._link.request(messages.Restore(self._check(host)))
+
+    def set_rate(self, host: int, rate: str | None) -> None:
+        """Change the speed of a host's link, both ways, while it is in use."""
+        self._link.request(messages.SetRate(self._check(host), parse_rate(rate)))
+
+    def set_slow(self, host: int, factor: float) -> None:
+        """Make a host run `factor` times slower from now on; 1 is full speed."""
+        self._link.request(messages.SetSlow(self._check(host), check_factor(factor)))
+
+    def counters(self) -> list[Traffic]:
+        """Bytes each host's interface has sent and received since the lab was made."""
+        reply = self._link.request(messages.Count())
+        assert isinstance(reply, messages.Counted)
+        return [Traffic(*pair) for pair in reply.traffic]
+
+    def measure_tcp(self, sender: int, receiver: int, num_bytes: int, timeout_s: float = 60.0) -> float:
+        """Seconds that a bare TCP stream of so many bytes takes from one host to another."""
+        request = messages.Stream(self._check(sender), self._check(receiver), num_bytes, timeout_s)
+        process = self._link.start(receiver, request, lambda output: [output], None)
+        try:
+            if process.wait(2 * timeout_s + 5.0) == 0:
+                return float(process.output)
+        finally:
+            process.kill()
+        raise JobError(
+            f"a stream of {num_bytes} bytes from host {sender} to host {receiver} failed:\n{process.output.strip()}"
+        )
+
+    def _check(self, host: int) -> int:
+        if not 0 <= host < self.hosts:
+            raise ConfigurationError(f"there is no host {host} in this lab. Name one from 0 to {self.hosts - 1}.")
+        return host
+
+
+class Job:
+    """One command running on every host."""
+
+    def __init__(self, lab: Lab, coordinator: Process | None) -> None:
+        self.processes: list[Process] = []
+        self.ledger_files: list[Path] = []
+        self.first_failure: int | None = None  # the host that failed first, once `wait` has seen it
+        self._lab = lab
+        self._coordinator = coordinator
+
+    def wait(self, timeout_s: float | None = None, *, keep_going: bool = False) -> list[Result]:
+        """How each host's command ended. None waits as long as the commands run.
+
+        When one fails the others are ended within 5 s, unless `keep_going`. When the time is over all are ended and
+        `JobError` shows what they had written.
+        """
+        in_time = self.over_within(timeout_s, keep_going=keep_going)
+        self.first_failure = self._failed()
+        self.stop()
+        if not in_time:
+            raise JobError(self._late(timeout_s or 0.0))
+        return [Result(_code(each), each.output) for each in self.processes]
+
+    def over_within(self, timeout_s: float | None, *, keep_going: bool = False) -> bool:
+        """Wait until every command has ended or one has failed; False when neither happened in time. Ends nothing."""
+
+        def over() -> bool:
+            return self._ended() or (not keep_going and self._failed() is not None)
+
+        return self._lab._link.wait_for(over, timeout_s)
+
+    def stop(self, signum: int = signal.SIGTERM) -> None:
+        """End what still runs: first politely, 3 s later by force."""
+        self._signal(signum)
+        if not self._lab._link.wait_for(self._ended, _TERMINATE_S):
+            self._signal(signal.SIGKILL)
+            self._lab._link.wait_for(self._ended, _KILL_S)
+        if self._coordinator is not None:
+            self._coordinator.kill()
+
+    def ledgers(self) -> list[Ledger | None]:
+        """What each worker's wire counted; None where it left no count."""
+        return [read_ledger(path) for path in self.ledger_files]
+
+    def _ended(self) -> bool:
+        return all(each.finished for each in self.processes)
+
+    def _signal(self, signum: int) -> None:
+        for each in self.processes:
+            each.send_signal(signum)
+
+    def _failed(self) -> int | None:
+        failed = [each for each in self.processes if each.returncode not in (None, 0)]
+        return min(failed, key=lambda each: each.ended_at).host if failed else None
+
+    def _late(self, timeout_s: float) -> str:
+        said = "\n".join(f"--- host {each.host}:\n{each.output[-2000:].rstrip()}" for each in self.processes)
+        return f"the command did not end on every host within {timeout_s:g} s, and was ended. It had written:\n{said}"
+
+
+def lab_available() -> str | None:
+    """None where labs can run; otherwise why not and what to do. Tries it, in a third of a second."""
+    try:
+        Lab(hosts=1, rate="1gbit").close()
+        return None
+    except (JobError, ConfigurationError) as error:
+        return str(error)
+
+
+def _code(process: Process) -> int:
+    return -signal.SIGKILL if process.returncode is None else process.returncode
+
+
+def _check_hosts(hosts: int) -> None:
+    if not 1 <= hosts <= MAX_HOSTS:
+        raise ConfigurationError(
+            f"hosts={hosts}: a lab has from 1 to {MAX_HOSTS} hosts, as many as 10.81.0.0/24 has addresses.\n"
+            f"Write for instance hosts=4."
+        )
+
+
+def _check_argv(argv: Sequence[str]) -> None:
+    if isinstance(argv, (str, bytes)) or not argv:
+        raise ConfigurationError(
+            f"argv={argv!r}: a command is a list of words, the program first; no shell takes it apart.\n"
+            f'Write for instance ["python", "train.py"].'
+        )
+
+
+def _check_pyroute2() -> None:
+    if sys.platform != "linux":
+        raise ConfigurationError(f"the lab needs Linux's network namespaces; this is {sys.platform}. Use stretto run.")
+    if find_spec("pyroute2") is None:
+        raise ConfigurationError(
+            "the lab sets up its network with pyroute2, which is not installed.\nInstall it: pip install 'stretto[lab]'"
+        )
+
+
+def _factors(hosts: int, slow: Mapping[int, float]) -> list[float]:
+    for host, factor in slow.items():
+        check_factor(factor)
+        if not 0 <= host < hosts:
+            raise ConfigurationError(
+                f"slow={dict(slow)} names host {host}, but the lab has hosts 0 to {hosts - 1}. Name one of those."
+            )
+    return [float(slow.get(host, 1.0)) for host in range(hosts)]
+
+
+def _importing_stretto(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for our own helper processes: they import this very stretto, whatever their directory."""
+    root = str(Path(__file__).resolve().parents[2])
+    inherited = [os.path.abspath(each) for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    return dict(environ) | {"PYTHONPATH": os.pathsep.join([root, *inherited])}

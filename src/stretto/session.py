@@ -1,0 +1,232 @@
+"""A running job as one worker sees it: its place, its peers, its wire, and the collectives on it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from stretto.collectives import catalogue
+from stretto.collectives.execute import DEFAULT_SEGMENT_BYTES, CommunicationThread, Communicator, Pending, Request
+from stretto.collectives.plan import Kind
+from stretto.collectives.reduction import check_op, dtype_code
+from stretto.collectives.staging import Staging
+from stretto.errors import ConfigurationError
+from stretto.job.detect import Launch
+from stretto.job.introduce import farewell, introduce, local_address, settle
+from stretto.job.membership import Peer
+from stretto.plan.choose import Choices, choose
+from stretto.plan.network import LinkEstimate, measure, slowest
+from stretto.timeouts import Timeouts
+from stretto.wire.base import Wire
+from stretto.wire.tcp import TcpWire
+from stretto.wire.zeromq import ZeroMQWire
+
+WireName = Literal["auto", "tcp", "zeromq", "gloo", "nccl"]
+WIRES: tuple[str, ...] = ("auto", "tcp", "zeromq", "gloo", "nccl")
+LARGE_BYTES = 1 << 20  # from here on broadcast and all-gather use the plans that send least
+MAX_OBJECT_BYTES = 1 << 30
+PUBLIC_CHANNEL = 1
+
+log = logging.getLogger("stretto")
+
+
+class Job:
+    """One worker's view of the job. Made by `stretto.init()`; engines hold on to it."""
+
+    def __init__(self, launch: Launch, peers: list[Peer], wire: Wire | None, timeouts: Timeouts) -> None:
+        self.launch = launch
+        self.peers = peers
+        self.wire = wire
+        self.timeouts = timeouts
+        self.rank = launch.rank
+        self.world_size = launch.world_size
+        self.local_rank = launch.local_rank
+        self.choices: Choices | None = None
+        self.closed = False
+        self._communication = None if wire is None else CommunicationThread(Communicator(wire, timeouts))
+        self._staging = Staging()
+        self._sequence = 0
+        self._lock = threading.Lock()
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "mean", algorithm: str = "auto") -> torch.Tensor:
+        check_op(op, tensor.dtype)
+        dtype_code(tensor.dtype)
+        if algorithm not in ("auto", "native"):
+            catalogue.find(Kind.ALL_REDUCE, algorithm)
+        if algorithm == "native":
+            return self._native_all_reduce(tensor, op)
+        if self.world_size > 1:
+            chosen = self.choose(tensor.numel() * tensor.element_size()) if algorithm == "auto" else algorithm
+            self.run(Kind.ALL_REDUCE, tensor, chosen, op=op)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        self._check_rank(root, "root")
+        large = tensor.numel() * tensor.element_size() >= LARGE_BYTES
+        self.run(Kind.BROADCAST, tensor, "chain" if large else "binomial", root=root)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        gathered = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        gathered[self.rank].copy_(tensor.detach())
+        large = gathered.numel() * gathered.element_size() >= LARGE_BYTES
+        self.run(Kind.ALL_GATHER, gathered, "ring" if large else "direct")
+        return gathered
+
+    def gather_object(self, value: Any) -> list[Any]:
+        encoded = msgspec.msgpack.encode(value)
+        lengths = self.all_gather(torch.tensor([len(encoded)], dtype=torch.int64))
+        longest = int(lengths.max())
+        if longest > MAX_OBJECT_BYTES:
+            raise ConfigurationError(
+                f"gather_object: a value of {longest} encoded bytes; the limit is {MAX_OBJECT_BYTES}. "
+                f"Put large data into a tensor and use all_gather."
+            )
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        rows = self.all_gather(padded).numpy()
+        return [msgspec.msgpack.decode(rows[rank, : int(lengths[rank])].tobytes()) for rank in range(self.world_size)]
+
+    def barrier(self) -> None:
+        self.run(Kind.BARRIER, torch.empty(0, dtype=torch.uint8), "dissemination")
+
+    def run(self, kind: Kind, tensor: torch.Tensor, algorithm: str, *, op: str = "sum", root: int = 0) -> None:
+        """Run one collective of the catalogue on `tensor`, in place, and wait for it."""
+        dtype_code(tensor.dtype)
+        self._check_open()
+        if self.world_size == 1:
+            return
+        flat, bring_back = self._staging.borrow(tensor)
+        self.start(kind, flat, algorithm, op=op, root=root).wait()
+        bring_back()
+
+    def start(
+        self,
+        kind: Kind,
+        flat: torch.Tensor,
+        algorithm: str,
+        *,
+        op: str = "sum",
+        root: int = 0,
+        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+    ) -> Pending:
+        """Begin a collective on flat host memory; it must not be touched until the result is waited for."""
+        plan = catalogue.plan(kind, algorithm, self.rank, self.world_size, root=root, group=self.workers_per_host)
+        assert self._communication is not None
+        with self._lock:
+            sequence, self._sequence = self._sequence, (self._sequence + 1) & 0xFFFFFFFF
+            request = Request(plan, flat, op, PUBLIC_CHANNEL, sequence, segment_bytes)
+            return self._communication.start(request)
+
+    def _native_all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        from stretto.wire.torch_group import TorchGroupWire  # brings in torch.distributed, which others do without
+
+        wire = self.wire
+        if not isinstance(wire, TorchGroupWire):
+            raise ConfigurationError(
+                'all_reduce(algorithm="native") is the torch backend\'s own collective, and this job runs on stretto\'s own wire.\n'
+                'Start it with stretto.init(wire="gloo") or stretto.init(wire="nccl"), or use algorithm="auto".'
+            )
+        self._check_open()
+        assert self._communication is not None
+        with self._lock:
+            sequence, self._sequence = self._sequence, (self._sequence + 1) & 0xFFFFFFFF
+        self._communication.call(lambda: wire.native_all_reduce(tensor, op, sequence, self.timeouts.arrive_s))
+        return tensor
+
+    # -- choosing -----------------------------------------------------------------------------------------------------
+
+    def choose(self, num_bytes: int) -> str:
+        """The all-reduce for this size. The first call measures the links: all ranks must make it together."""
+        if self.choices is None:
+            self.choices = self._make_choices()
+        return self.choices.algorithm(num_bytes)
+
+    def _make_choices(self) -> Choices:
+        mine = measure(self.world_size, self.barrier, lambda probe: self.run(Kind.ALL_REDUCE, probe, "ring"))
+        everybody = [msgspec.convert(one, LinkEstimate) for one in self.gather_object(msgspec.to_builtins(mine))]
+        decided = choose(self.world_size, slowest(everybody), DEFAULT_SEGMENT_BYTES, self.workers_per_host)
+        # All have computed the same from the same numbers; rank 0's table is used, should a rounding differ between machines.
+        return msgspec.convert(self.gather_object(msgspec.to_builtins(decided))[0], Choices)
+
+    @property
+    def workers_per_host(self) -> int:
+        """How many consecutive ranks share a host, if that is the same number everywhere; else 1."""
+        hosts = [peer.host for peer in self.peers]
+        counts = set(Counter(hosts).values())
+        group = next(iter(counts)) if len(counts) == 1 else 1
+        blocks = all(len(set(hosts[i : i + group])) == 1 for i in range(0, len(hosts), group))
+        return group if blocks else 1
+
+    @property
+    def device(self) -> torch.device:
+        if torch.cuda.is_available():
+            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        return torch.device("cpu")
+
+    # -- checks and the end -------------------------------------------------------------------------------------------
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ConfigurationError(
+                f"{what}={rank} in a job of {self.world_size}: ranks are 0 to {self.world_size - 1}. Write one of these."
+            )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ConfigurationError("this job was shut down. Call stretto.init() once, before its collectives.")
+
+    def close(self, *, goodbye: bool) -> None:
+        """Leave the job. Without `goodbye` the others see a lost peer: for an exit with an exception in flight."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._communication is not None and self.wire is not None:
+            self._communication.stop(self.timeouts.leave_s)
+            if goodbye:
+                self.wire.close()
+            else:
+                self.wire.abandon()
+        if goodbye:
+            farewell(self.launch)
+
+
+def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
+    """Find the others and connect to all of them."""
+    if wire not in WIRES:
+        raise ConfigurationError(f"wire={wire!r} is not known. Write one of {', '.join(map(repr, WIRES))}.")
+    if launch.world_size == 1:
+        return Job(launch, introduce(launch, "", timeouts), None, timeouts)
+    launch = settle(launch, timeouts)
+    assert launch.secret is not None
+    host, _ = local_address(launch)
+    ours: TcpWire | ZeroMQWire
+    common: dict[str, Any] = {"secret": launch.secret, "bind": host, "timeouts": timeouts}
+    if wire == "zeromq" or (wire == "auto" and launch.encrypt):
+        ours = ZeroMQWire(launch.rank, launch.world_size, encrypt=launch.encrypt, **common)
+    elif launch.encrypt and wire == "tcp":
+        raise ConfigurationError(
+            'wire="tcp" does not encrypt, and this job spans several hosts, where encryption is on.\n'
+            'Use wire="zeromq" (or "auto"), or, on a network that you trust, set STRETTO_ENCRYPT=off on every node.'
+        )
+    else:
+        ours = TcpWire(launch.rank, launch.world_size, **common)
+    try:
+        peers = introduce(launch, ours.address, timeouts)
+        ours.connect(peers)
+    except BaseException:
+        ours.abandon()
+        raise
+    whole: Wire = ours
+    if wire in ("gloo", "nccl"):
+        from stretto.wire.torch_group import TorchGroupWire, torch_group
+
+        whole = TorchGroupWire(ours, torch_group(wire, launch.rank, launch.world_size))
+    return Job(launch, peers, whole, timeouts)

@@ -1,0 +1,57 @@
+"""One value for every deadline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long stretto waits for what. All in seconds.
+
+    ==============  =======  ==============================================================
+    field           default  what happens then
+    ==============  =======  ==============================================================
+    `connect_s`         60   forming the job: `JobError` that says who is missing
+    `silence_s`         10   no heartbeat from a peer: it is lost (`PeerLost`)
+    `warn_s`            30   a warning "still waiting for rank k", then again every `warn_s`
+    `arrive_s`         600   a peer that is alive did not arrive: `WireTimeout`
+    `leave_s`            5   saying goodbye at shutdown
+    ==============  =======  ==============================================================
+
+    >>> Timeouts.of(60).arrive_s
+    60.0
+    """
+
+    connect_s: float = 60.0
+    silence_s: float = 10.0
+    warn_s: float = 30.0
+    arrive_s: float = 600.0
+    leave_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("connect_s", "silence_s", "warn_s", "arrive_s", "leave_s"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigurationError(
+                    f"Timeouts({name}={value!r}): a timeout is a positive number of seconds; "
+                    f"nothing in stretto waits for ever. Write for instance Timeouts({name}=60)."
+                )
+        if self.silence_s < 0.5:
+            raise ConfigurationError(
+                f"Timeouts(silence_s={self.silence_s}): heartbeats faster than every 0.1 s would find live peers dead "
+                f"on a busy machine. Use at least silence_s=0.5."
+            )
+
+    @classmethod
+    def of(cls, seconds: float) -> Timeouts:
+        """All deadlines from the one number people think of: how long to wait for a peer that is alive."""
+        seconds = float(seconds)
+        return cls(
+            connect_s=max(10.0, min(60.0, seconds)),
+            silence_s=max(0.5, min(10.0, seconds)),
+            warn_s=max(0.5, min(30.0, seconds / 2)),
+            arrive_s=seconds,
+        )

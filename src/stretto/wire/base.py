@@ -1,0 +1,145 @@
+"""The contract of a wire: how one rank moves bytes to and from the others.
+
+A wire is driven by exactly one thread (the communication thread, or the caller in tests). Nothing here blocks except
+`progress`, which does all input and output and runs the callbacks of whatever has finished:
+
+    handle = wire.send(data, to=2, tag=tag, dtype=code)       # non-blocking; `data` is read-only until handle.done
+    handle = wire.recv(source=1, tag=tag, num_bytes=n, dtype=code, consume=f)
+    while not handle.done: wire.progress(timeout_s)
+
+`consume(view)` gets the arrived bytes, valid only during the call, straight from the wire's own memory: the executor adds
+or copies them into a tensor with no buffer in between.
+
+`post`/`listen` carry small control messages (a few kilobytes at most): the state machines of the protocols above live on them.
+
+Errors. A peer's failure never raises out of `progress`: every handle that waits for that peer ends with
+`handle.error = PeerLost(rank)`, `wire.lost[rank]` says why, and `on_lost` callbacks are told. A message whose size or dtype is not
+the one the receiver asked for ends the receiving handle with `FrameError`; garbage from a peer makes that peer lost.
+
+Time is `wire.now()`: the machine's monotonic clock, or a virtual one. All deadlines above a wire are reckoned with it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+from stretto.errors import PeerLost, WireError
+
+
+class Tag(NamedTuple):
+    """Names one message between two ranks: which stream of collectives, which collective of it, which message of that."""
+
+    channel: int  # 0 .. 2**32-1: 0 is the job's own; each engine has one
+    sequence: int  # 0 .. 2**32-1: the collective
+    index: int  # 0 .. 2**32-1: the message, counted per (sender, receiver)
+    digest: int = 0  # 0 .. 2**32-1: of what the sender believes it is doing. Not part of the name: a message that meets a
+    # receive with another digest ends it with `DigestMismatch`
+
+
+class DigestMismatch(WireError):
+    """A message met its receive, but the two sides mean different collectives."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} is in another collective")
+        self.rank = rank
+
+
+class Handle:
+    """One transfer under way. `on_done(handle)` is called once, from `progress` (or at once, inside send/recv)."""
+
+    __slots__ = ("done", "error", "on_done", "peer", "tag")
+
+    def __init__(self, peer: int, tag: Tag, on_done: Callable[[Handle], None] | None = None) -> None:
+        self.peer = peer
+        self.tag = tag
+        self.done = False
+        self.error: WireError | None = None
+        self.on_done = on_done
+
+    def finish(self, error: WireError | None = None) -> None:
+        if self.done:
+            return
+        self.done = True
+        self.error = error
+        if self.on_done is not None:
+            self.on_done(self)
+
+
+Consume = Callable[[memoryview], None]
+Listener = Callable[[int, bytes], None]  # (source rank, body)
+LostListener = Callable[[PeerLost], None]
+
+
+class Wire(ABC):
+    """See the module's text. Implementations: `zeromq`, `torch_group`, `threads`."""
+
+    rank: int
+    world_size: int
+    lost: dict[int, PeerLost]  # peers that are gone, with the reason; a rank never leaves this table
+
+    @abstractmethod
+    def send(
+        self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None
+    ) -> Handle:
+        """Start sending contiguous bytes. The memory must not change until the handle is done."""
+
+    @abstractmethod
+    def recv(
+        self,
+        source: int,
+        tag: Tag,
+        num_bytes: int,
+        dtype: int,
+        consume: Consume,
+        on_done: Callable[[Handle], None] | None = None,
+        into: memoryview | None = None,
+    ) -> Handle:
+        """Ask for one message. It may have arrived already: then `consume` runs before `recv` returns. `into` is where `consume`
+        would copy the bytes, if copying is all that it does: a wire that can reads straight into it and does not call `consume`."""
+
+    @abstractmethod
+    def post(self, to: int, topic: int, body: bytes) -> None:
+        """Send a small control message. Topics 0-15 belong to the wire. Ordered with earlier posts to the same peer. To a lost peer: dropped."""
+
+    @abstractmethod
+    def listen(self, topic: int, listener: Listener) -> None:
+        """Call `listener(source, body)` from `progress` for every control message of that topic. One listener a topic; earlier arrivals are kept for it."""
+
+    @abstractmethod
+    def on_lost(self, listener: LostListener) -> None:
+        """Call `listener(PeerLost)` from `progress` when a peer is found lost."""
+
+    def said_goodbye(self, rank: int) -> bool:
+        """Whether a lost peer left in order (a clean exit), after sending all that it had to send."""
+        return False
+
+    @abstractmethod
+    def cancel(self, channel: int, sequence: int) -> None:
+        """Forget every handle and parked message of one collective (it failed): nothing of it touches memory any more."""
+
+    @abstractmethod
+    def progress(self, timeout_s: float) -> None:
+        """Move bytes, run callbacks; return when something happened, `wake` was called or the time is over."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Make a blocked `progress` return soon. The one method that any thread may call."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds on this wire's clock."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Say goodbye to every peer (a clean exit is not a lost peer) and release everything. Idempotent, bounded in time."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Release everything without a goodbye: to the others this rank is lost. For an exit with an exception in flight."""
+
+    @property
+    @abstractmethod
+    def bytes_sent(self) -> int:
+        """Payload and header bytes handed to the network so far (the byte ledger); shared memory is not a network."""

@@ -1,0 +1,421 @@
+"""What the socket wires have in common: frames matched to receives, control messages, shared memory, lost peers.
+
+A transport below (`tcp.py`, `zeromq.py`) moves frames between two ranks, in order, and tells when a peer is gone. Here lives
+everything that does not depend on how: a frame that comes before its receive is parked; one that fits none is the peer's error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
+from stretto.timeouts import Timeouts
+from stretto.wire import frames
+from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, Tag, Wire
+from stretto.wire.frames import FrameKind, Header
+from stretto.wire.shared_memory import Answer, Inbox, Offer, Outbox
+
+SHARED_FROM_BYTES = 16 << 10
+SLOT_BYTES = 1 << 20
+NUM_SLOTS = 8
+
+TOPIC_HELLO = 0
+TOPIC_OFFER = 1
+TOPIC_ANSWER = 2
+TOPIC_FAREWELL = 3
+
+NO_TAG = Tag(0, 0, 0)
+log = logging.getLogger("stretto.wire")
+
+Key = tuple[int, int, int, int]  # source, channel, sequence, index
+
+
+class Expected:
+    """A receive that has been asked for."""
+
+    __slots__ = ("consume", "digest", "dtype", "handle", "into", "num_bytes")
+
+    def __init__(
+        self, handle: Handle, num_bytes: int, dtype: int, digest: int, consume: Consume, into: memoryview | None
+    ) -> None:
+        self.handle = handle
+        self.num_bytes = num_bytes
+        self.dtype = dtype
+        self.digest = digest
+        self.consume = consume
+        self.into = into
+
+    def problem(self, header: Header) -> WireError | None:
+        if header.digest != self.digest:
+            return DigestMismatch(self.handle.peer)
+        if header.num_bytes != self.num_bytes:
+            return FrameError(self.handle.peer, f"{header.num_bytes} bytes where {self.num_bytes} are due")
+        if header.dtype != self.dtype:
+            names = frames.DTYPE_NAMES
+            return FrameError(self.handle.peer, f"{names[header.dtype]} where {names[self.dtype]} is due")
+        return None
+
+
+class Connection:
+    """What this rank knows of one peer. Transports extend it."""
+
+    def __init__(self, rank: int, address: str, same_host: bool, pid: int) -> None:
+        self.rank = rank
+        self.address = address
+        self.same_host = same_host
+        self.pid = pid
+        self.greeted = False
+        self.next_number = 0
+        self.slots: dict[int, int] = {}  # message number -> slot of the outbox
+        self.acks: list[int] = []
+        self.outbox: Outbox | None = None
+        self.outbox_open = False
+        self.inbox: Inbox | None = None
+        self.waiting: deque[tuple[Handle, memoryview, int]] = deque()  # for a free slot
+
+    def number(self) -> int:
+        self.next_number = self.next_number % 0xFFFFFFFF + 1  # never 0
+        return self.next_number
+
+
+class FramedWire(Wire):
+    """See the module's text."""
+
+    def __init__(
+        self, rank: int, world_size: int, *, timeouts: Timeouts | None, generation: int, shared_memory: bool
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.lost: dict[int, PeerLost] = {}
+        self.timeouts = timeouts or Timeouts()
+        self.address = ""
+        self._generation = generation
+        self._shared_memory = shared_memory
+        self._sent = 0
+        self._closed = False
+        self._expected: dict[Key, Expected] = {}
+        self._parked: dict[Key, tuple[Header, memoryview]] = {}
+        self._cancelled: deque[tuple[int, int]] = deque(maxlen=256)  # late messages of these are dropped
+        self._listeners: dict[int, Listener] = {}
+        self._unheard: dict[int, list[tuple[int, bytes]]] = {}
+        self._lost_listeners: list[LostListener] = []
+        self._left: set[int] = set()
+        self._waiting_for_farewell: set[int] = set()
+        self._unacked: set[int] = set()  # ranks to which acknowledgements are due
+        self._near, self._far = socket.socketpair()
+        self._near.setblocking(False)
+        self._far.setblocking(False)
+        self.listen(TOPIC_HELLO, self._on_hello)
+        self.listen(TOPIC_OFFER, self._on_offer)
+        self.listen(TOPIC_ANSWER, self._on_answer)
+        self.listen(TOPIC_FAREWELL, lambda source, body: self._waiting_for_farewell.discard(source))
+
+    # -- what a transport provides ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _connection(self, rank: int) -> Connection: ...
+
+    @abstractmethod
+    def _peers(self) -> list[int]: ...
+
+    @abstractmethod
+    def _send_frame(self, to: int, frame: bytes) -> None:
+        """Queue a frame that is complete in itself."""
+
+    @abstractmethod
+    def _send_payload(self, handle: Handle, data: memoryview, dtype: int) -> None:
+        """Queue a message whose payload is the caller's memory; finish the handle when that memory is free again."""
+
+    @abstractmethod
+    def _drop(self, rank: int) -> None:
+        """Close what belongs to one peer."""
+
+    # -- the contract -------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent
+
+    def said_goodbye(self, rank: int) -> bool:
+        return rank in self._left
+
+    def send(
+        self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None
+    ) -> Handle:
+        handle = Handle(to, tag, on_done)
+        num_bytes = data.nbytes
+        if to in self.lost:
+            handle.finish(self.lost[to])
+            return handle
+        if num_bytes > frames.MAX_PAYLOAD_BYTES:
+            raise ConfigurationError(
+                f"a message of {num_bytes} bytes: one message carries at most {frames.MAX_PAYLOAD_BYTES}. Send it in pieces."
+            )
+        connection = self._connection(to)
+        if connection.outbox_open and SHARED_FROM_BYTES <= num_bytes <= SLOT_BYTES:
+            connection.waiting.append((handle, data, dtype))
+            self._fill_slots(connection)
+        else:
+            self._sent += frames.HEADER_BYTES + num_bytes
+            self._send_payload(handle, data, dtype)
+        return handle
+
+    def _head(self, kind: FrameKind, tag: Tag, dtype: int, num_bytes: int, number: int = 0, slot: int = 0) -> bytes:
+        channel, sequence, index, digest = tag
+        return frames.encode(
+            Header(kind, self._generation, self.rank, channel, sequence, index, digest, dtype, slot, number, num_bytes)
+        )
+
+    def recv(
+        self,
+        source: int,
+        tag: Tag,
+        num_bytes: int,
+        dtype: int,
+        consume: Consume,
+        on_done: Callable[[Handle], None] | None = None,
+        into: memoryview | None = None,
+    ) -> Handle:
+        handle = Handle(source, tag, on_done)
+        key = (source, tag.channel, tag.sequence, tag.index)
+        expected = Expected(handle, num_bytes, dtype, tag.digest, consume, into)
+        parked = self._parked.pop(key, None)
+        if parked is not None:
+            self._hand_over(expected, *parked)
+        elif source in self.lost:
+            handle.finish(self.lost[source])
+        else:
+            self._expected[key] = expected
+        return handle
+
+    def post(self, to: int, topic: int, body: bytes) -> None:
+        if to in self.lost or self._closed:
+            return
+        if len(body) > frames.MAX_POST_BYTES:
+            raise ConfigurationError(f"a control message of {len(body)} bytes: the limit is {frames.MAX_POST_BYTES}.")
+        self._control(to, FrameKind.POST, body, topic)
+
+    def _control(self, to: int, kind: FrameKind, body: bytes = b"", topic: int = 0) -> None:
+        self._sent += frames.HEADER_BYTES + len(body)
+        self._send_frame(to, self._head(kind, Tag(topic, 0, 0), 0, len(body)) + body)
+
+    def listen(self, topic: int, listener: Listener) -> None:
+        self._listeners[topic] = listener
+        for source, body in self._unheard.pop(topic, ()):
+            listener(source, body)
+
+    def on_lost(self, listener: LostListener) -> None:
+        self._lost_listeners.append(listener)
+
+    def cancel(self, channel: int, sequence: int) -> None:
+        self._cancelled.append((channel, sequence))
+        for key in [key for key in self._expected if key[1] == channel and key[2] == sequence]:
+            del self._expected[key]
+        for key in [key for key in self._parked if key[1] == channel and key[2] == sequence]:
+            del self._parked[key]
+        for rank in self._peers():
+            connection = self._connection(rank)
+            kept = (item for item in connection.waiting if item[0].tag[:2] != (channel, sequence))
+            connection.waiting = deque(kept)
+
+    def wake(self) -> None:
+        # A full pipe means that it is awake already; a closed one that there is nobody to wake.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._near.send(b"!")
+
+    # -- frames that arrive -------------------------------------------------------------------------------------------
+
+    def _checked(self, source: int, head: bytes | memoryview) -> Header:
+        header = frames.decode(head)
+        if header.source != source:
+            raise ValueError(f"it calls itself rank {header.source}")
+        if header.generation != self._generation:
+            raise ValueError(f"generation {header.generation}, this job is in {self._generation}")
+        return header
+
+    def _dispatch(self, source: int, header: Header, payload: memoryview) -> None:
+        """A whole frame is here. `payload` is valid only during the call, unless the kind is INLINE or BULK (it may be parked)."""
+        kind = header.kind
+        if kind == FrameKind.INLINE or kind == FrameKind.BULK:
+            self._deliver(source, header, payload)
+        elif kind == FrameKind.SHARED:
+            self._deliver_shared(source, header)
+        elif kind == FrameKind.POST:
+            self._hear(source, header.channel, bytes(payload))
+        elif kind == FrameKind.ACK:
+            connection = self._connection(source)
+            for (number,) in struct.iter_unpack("<I", payload):
+                self._acknowledged(connection, number)
+            self._fill_slots(connection)
+        elif kind == FrameKind.GOODBYE:
+            self._left.add(source)
+            self.post(source, TOPIC_FAREWELL, b"")
+            self._lose(source, "it left the job (stretto.shutdown, or its program ended)")
+
+    def _deliver(self, source: int, header: Header, view: memoryview) -> None:
+        key = (source, header.channel, header.sequence, header.index)
+        expected = self._expected.pop(key, None)
+        if expected is not None:
+            self._hand_over(expected, header, view)
+        elif (header.channel, header.sequence) not in self._cancelled:
+            if key in self._parked:
+                self._lose(source, f"it sent a bad frame: a second message {key[1:]}")
+                return
+            self._parked[key] = (header, view)
+
+    def _hand_over(self, expected: Expected, header: Header, view: memoryview) -> None:
+        error = expected.problem(header)
+        if error is None:
+            expected.consume(view)
+        expected.handle.finish(error)
+
+    def _hear(self, source: int, topic: int, body: bytes) -> None:
+        listener = self._listeners.get(topic)
+        if listener is not None:
+            listener(source, body)
+        else:
+            self._unheard.setdefault(topic, []).append((source, body))
+
+    # -- shared memory ------------------------------------------------------------------------------------------------
+
+    def _fill_slots(self, connection: Connection) -> None:
+        while connection.waiting and connection.outbox is not None:
+            handle, data, dtype = connection.waiting[0]
+            slot = connection.outbox.put(data)
+            if slot is None:
+                return
+            connection.waiting.popleft()
+            number = connection.number()
+            connection.slots[number] = slot
+            self._sent += frames.HEADER_BYTES
+            frame = self._head(FrameKind.SHARED, handle.tag, dtype, data.nbytes, number, slot)
+            self._send_frame(connection.rank, frame)
+            handle.finish()
+
+    def _deliver_shared(self, source: int, header: Header) -> None:
+        connection = self._connection(source)
+        try:
+            if connection.inbox is None:
+                raise ValueError("shared memory before it was agreed on")
+            view = connection.inbox.view(header.slot, header.num_bytes)
+        except ValueError as problem:
+            self._lose(source, f"it sent a bad frame: {problem}")
+            return
+        if (source, header.channel, header.sequence, header.index) not in self._expected:
+            view = memoryview(bytes(view))  # too early: make room, so that parked messages never block the slots
+        self._deliver(source, header, view)
+        self._owe_ack(connection, header.number)
+
+    def _owe_ack(self, connection: Connection, number: int) -> None:
+        connection.acks.append(number)
+        self._unacked.add(connection.rank)
+
+    def _flush_acks(self) -> None:
+        while self._unacked:
+            rank = self._unacked.pop()
+            connection = self._connection(rank)
+            if rank not in self.lost:
+                body = struct.pack(f"<{len(connection.acks)}I", *connection.acks)
+                self._control(rank, FrameKind.ACK, body)
+            connection.acks.clear()
+
+    def _acknowledged(self, connection: Connection, number: int) -> None:
+        slot = connection.slots.pop(number, None)
+        if slot is not None and connection.outbox is not None:
+            connection.outbox.release(slot)
+
+    def _on_hello(self, source: int, body: bytes) -> None:
+        connection = self._connection(source)
+        connection.greeted = True
+        if connection.same_host and self._shared_memory:
+            self._make_outbox(connection)
+
+    def _make_outbox(self, connection: Connection) -> None:
+        try:
+            connection.outbox = Outbox(NUM_SLOTS, SLOT_BYTES)
+        except OSError as problem:
+            log.warning(
+                "rank %d: no shared memory towards rank %d (%s); using sockets, which is slower. "
+                "Free some space in /dev/shm, or enlarge it (containers: --shm-size).",
+                self.rank, connection.rank, problem,
+            )  # fmt: skip
+            return
+        self.post(connection.rank, TOPIC_OFFER, msgspec.msgpack.encode(connection.outbox.offer))
+
+    def _on_offer(self, source: int, body: bytes) -> None:
+        problem = None
+        try:
+            if not self._shared_memory:
+                raise ValueError("switched off on this side")
+            self._connection(source).inbox = Inbox(msgspec.msgpack.decode(body, type=Offer))
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            problem = str(error)
+        self.post(source, TOPIC_ANSWER, msgspec.msgpack.encode(Answer(problem)))
+
+    def _on_answer(self, source: int, body: bytes) -> None:
+        connection = self._connection(source)
+        outbox = connection.outbox
+        if outbox is None:
+            return
+        outbox.unlink()
+        try:
+            problem = msgspec.msgpack.decode(body, type=Answer).problem
+        except msgspec.MsgspecError as error:
+            problem = str(error)
+        if problem is None:
+            connection.outbox_open = True
+        else:
+            log.warning("rank %d: rank %d cannot use shared memory (%s); using sockets", self.rank, source, problem)
+            connection.outbox = None
+            outbox.close()
+
+    # -- peers that go ------------------------------------------------------------------------------------------------
+
+    def _lose(self, rank: int, reason: str) -> None:
+        if rank in self.lost:
+            return
+        error = PeerLost(rank, reason)
+        self.lost[rank] = error
+        handles = self._orphans(rank)
+        self._drop(rank)
+        self._close_boxes(self._connection(rank))
+        for handle in handles:
+            handle.finish(error)
+        for listener in self._lost_listeners:
+            listener(error)
+
+    def _orphans(self, rank: int) -> list[Handle]:
+        """Every transfer that can no longer end by itself. Transports add theirs."""
+        connection = self._connection(rank)
+        handles = [handle for handle, _, _ in connection.waiting]
+        connection.waiting.clear()
+        keys = [key for key in self._expected if key[0] == rank]
+        return handles + [self._expected.pop(key).handle for key in keys]
+
+    def _close_boxes(self, connection: Connection) -> None:
+        for box in (connection.outbox, connection.inbox):
+            if box is not None:
+                box.close()
+        connection.outbox_open = False
+
+    def _say_goodbye(self) -> None:
+        """Tell every peer, and wait until each has seen it: whatever was sent before has then arrived as well."""
+        self._waiting_for_farewell = {rank for rank in self._peers() if rank not in self.lost}
+        self._flush_acks()
+        for rank in list(self._waiting_for_farewell):
+            self._control(rank, FrameKind.GOODBYE)
+        deadline = self.now() + self.timeouts.leave_s
+        while self._waiting_for_farewell - self.lost.keys() and self.now() < deadline:
+            self.progress(0.1)

@@ -1,0 +1,472 @@
+"""What the wires of one process share: matching messages with those who ask for them.
+
+A message is known by (source, channel, sequence, index). It waits, parked, for its `recv`, or the `recv` waits for it;
+whichever comes second makes the delivery. A name is used once: a second message of the same name makes its sender lost,
+as on a socket. All state here belongs to the one thread that drives the wire; other threads only append to its `_inbox`
+(a subclass says how that wakes the driver), and items are handled one by one in `_drain`.
+
+Delivery is late and by reference: an `Envelope` carries a view of the sender's own memory, which is read as late as the
+contract allows. A sender that writes to it before `handle.done` therefore corrupts what arrives, as it would on a real
+network, only more surely. With `check` the envelope also carries a checksum, compared when the bytes are read and again
+when the sender is told that it may reuse them; and what `consume` was given is scribbled over afterwards, so that
+keeping the view shows as well.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
+from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, Tag, Wire
+from stretto.wire.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_POST_BYTES
+
+NUM_WIRE_TOPICS = 16
+LEFT = "it left the job"
+
+
+class WireKilled(WireError):
+    """This rank's own wire was killed: for the program it is as if its process were gone. Let it end the thread."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} was killed: {reason}. Nothing can be sent or received on its wire any more.")
+        self.rank = rank
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[WireKilled], tuple[int, str]]:
+        return WireKilled, (self.rank, self.reason)
+
+
+class BufferChanged(AssertionError):
+    """A buffer was written to while it was being sent: a bug in the sending program."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        super().__init__(
+            f"rank {envelope.source} changed the {envelope.num_bytes} bytes it was sending to rank {envelope.target} "
+            f"({envelope.tag}) "
+            f"before the send was done, so what arrived is not what was sent.\n"
+            f"Keep the memory as it is until handle.done, or send a copy."
+        )
+
+
+class Envelope:
+    """One message under way, with the sender's memory in it until it has been read."""
+
+    __slots__ = (
+        "_check",
+        "_lock",
+        "_view",
+        "acknowledged",
+        "changed",
+        "copy",
+        "dtype",
+        "handle",
+        "num_bytes",
+        "source",
+        "tag",
+        "target",
+    )
+
+    def __init__(self, source: int, target: int, tag: Tag, dtype: int, view: memoryview, handle: Handle, check: bool):
+        self.source, self.target, self.tag, self.dtype = source, target, tag, dtype
+        self.num_bytes = view.nbytes
+        self.handle = handle
+        self.copy: bytearray | None = None
+        self.acknowledged = False
+        self.changed = False
+        self._view: memoryview | None = view
+        self._lock = threading.Lock()  # a sender that cancels must not return while its memory is being read
+        self._check: int | None = zlib.crc32(view) if check else None
+
+    def read(self) -> bytearray | None:
+        """The bytes, read from the sender's memory now unless they were before. None: the sender has cancelled."""
+        with self._lock:
+            if self.copy is None and self._view is not None:
+                self.verify()
+                self.copy = bytearray(self._view)
+            return self.copy
+
+    def revoke(self) -> None:
+        """The sender's memory must not be read any more."""
+        with self._lock:
+            self._view = None
+
+    def verify(self) -> None:
+        """Note whether the sender's memory still holds what it held at the send."""
+        if self._check is not None and self._view is not None and zlib.crc32(self._view) != self._check:
+            self.changed = True
+
+    @property
+    def checked(self) -> bool:
+        return self._check is not None
+
+
+class Expected(NamedTuple):
+    """One `recv` that waits."""
+
+    handle: Handle
+    num_bytes: int
+    dtype: int
+    consume: Consume
+    into: memoryview | None
+
+
+# What may lie in an inbox ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    source: int
+    topic: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    lost: PeerLost
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    source: int
+
+
+Item = Arrival | Sent | Posted | Gone | Goodbye
+Key = tuple[int, int, int, int]  # source, channel, sequence, index: the digest is not part of the name
+
+
+def _key(source: int, tag: Tag) -> Key:
+    return source, tag.channel, tag.sequence, tag.index
+
+
+class InProcessWire(Wire):
+    """Matching, parking, cancelling and losing peers. Subclasses move items between inboxes and keep the time."""
+
+    def __init__(self, rank: int, world_size: int, check: bool) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.lost: dict[int, PeerLost] = {}
+        self._check = check
+        self._inbox: deque[Item] = deque()
+        self._expected: dict[Key, Expected] = {}
+        self._parked: dict[Key, Envelope] = {}
+        self._sending: dict[int, Envelope] = {}
+        self._listeners: dict[int, Listener] = {}
+        self._unheard: dict[int, deque[Posted]] = {}
+        self._lost_listeners: list[LostListener] = []
+        self._untold: deque[PeerLost] = deque()
+        self._left: set[int] = set()
+        self._cancelled: set[tuple[int, int]] = set()
+        self._bytes_sent = 0
+        self._closed = False
+        self._killed: str | None = None
+
+    # What a subclass adds
+
+    @abstractmethod
+    def _transmit(self, envelope: Envelope) -> None:
+        """Bring an `Arrival` to the target's inbox, sometime."""
+
+    @abstractmethod
+    def _transmit_post(self, to: int, posted: Posted) -> None:
+        """Bring it to the target's inbox, after everything posted there before."""
+
+    @abstractmethod
+    def _acknowledge(self, envelope: Envelope) -> None:
+        """The receiver has read the message: where this is what makes a send done, tell the sender."""
+
+    @abstractmethod
+    def _may_keep_parked(self, envelope: Envelope) -> bool:
+        """Read a message nobody has asked for yet (freeing the sender), or leave it in the sender's memory?"""
+
+    @abstractmethod
+    def kill(self, reason: str = "its process died") -> None:
+        """As if this rank's process ended now, without a word. Any thread may call it."""
+
+    def abandon(self) -> None:
+        self.kill("it ended without a goodbye")
+
+    # The contract
+
+    def send(
+        self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None
+    ) -> Handle:
+        self._enter()
+        self._check_peer("send", to)
+        handle = Handle(to, tag, on_done)
+        view = _flat(data, to, tag)
+        if (lost := self._loss_of(to)) is not None:
+            handle.finish(lost)
+            return handle
+        self._bytes_sent += view.nbytes + HEADER_BYTES
+        envelope = Envelope(self.rank, to, tag, dtype, view, handle, self._check)
+        self._sending[id(envelope)] = envelope
+        self._transmit(envelope)
+        return handle
+
+    def recv(
+        self,
+        source: int,
+        tag: Tag,
+        num_bytes: int,
+        dtype: int,
+        consume: Consume,
+        on_done: Callable[[Handle], None] | None = None,
+        into: memoryview | None = None,
+    ) -> Handle:
+        self._enter()
+        self._check_peer("recv", source)
+        handle = Handle(source, tag, on_done)
+        key = _key(source, tag)
+        if key in self._expected:
+            raise ConfigurationError(
+                f"recv from rank {source} ({tag}) on rank {self.rank}: that message is being waited for already, and "
+                f"it comes once.\n"
+                f"Give every message of a collective its own index."
+            )
+        expected = Expected(handle, num_bytes, dtype, consume, into)
+        if (envelope := self._parked.pop(key, None)) is not None:
+            self._deliver(envelope, expected)
+        elif (lost := self._loss_of(source)) is not None:
+            handle.finish(lost)
+        else:
+            self._expected[key] = expected
+        return handle
+
+    def post(self, to: int, topic: int, body: bytes) -> None:
+        self._enter()
+        self._check_peer("post", to)
+        self._check_topic("post", topic)
+        _check_length("post", len(body), MAX_POST_BYTES)
+        if to in self.lost or to in self._left:
+            return
+        self._bytes_sent += len(body) + HEADER_BYTES
+        self._transmit_post(to, Posted(self.rank, topic, bytes(body)))
+
+    def listen(self, topic: int, listener: Listener) -> None:
+        self._check_topic("listen", topic)
+        self._listeners[topic] = listener
+        # Told by the next progress, in the order of arrival and before anything newer: the inbox is behind them.
+        self._inbox.extendleft(reversed(self._unheard.pop(topic, deque())))
+
+    def on_lost(self, listener: LostListener) -> None:
+        self._lost_listeners.append(listener)
+
+    def cancel(self, channel: int, sequence: int) -> None:
+        name = (channel, sequence)
+        self._cancelled.add(name)
+        for key in [key for key in self._expected if key[1:3] == name]:
+            del self._expected[key]
+        for key in [key for key in self._parked if key[1:3] == name]:
+            self._settle(self._parked.pop(key))
+        for number, envelope in list(self._sending.items()):
+            if envelope.tag[:2] == name:
+                envelope.revoke()
+                del self._sending[number]
+
+    def said_goodbye(self, rank: int) -> bool:
+        """Whether that peer closed its wire (and not: was lost some other way)."""
+        return rank in self._left
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes_sent
+
+    # Inside
+
+    def _enter(self) -> None:
+        """Refuse everything on a wire that is closed or killed."""
+        if self._killed is not None:
+            raise WireKilled(self.rank, self._killed)
+        if self._closed:
+            raise WireError(
+                f"rank {self.rank}'s wire is closed: nothing can be sent or received on it any more. Close it "
+                f"last."
+            )
+
+    def _check_peer(self, verb: str, peer: int) -> None:
+        if not 0 <= peer < self.world_size:
+            raise ConfigurationError(
+                f"{verb} between rank {self.rank} and rank {peer}: this world has ranks 0 to {self.world_size - 1}. "
+                f"Give one of those."
+            )
+
+    def _check_topic(self, verb: str, topic: int) -> None:
+        if topic < NUM_WIRE_TOPICS:
+            raise ConfigurationError(
+                f"{verb}(topic={topic}): topics 0 to {NUM_WIRE_TOPICS - 1} belong to the wire itself. Use "
+                f"{NUM_WIRE_TOPICS} or more."
+            )
+
+    def _loss_of(self, peer: int) -> PeerLost | None:
+        """Why nothing can be waited for from this peer. Waiting for one that has left is what makes it lost."""
+        if peer in self._left:
+            self._lose(PeerLost(peer, LEFT))
+        return self.lost.get(peer)
+
+    def _has_news(self) -> bool:
+        return bool(self._inbox or self._untold)
+
+    def _drain(self) -> None:
+        """Handle everything that is here now. An item that raises is gone; those behind it stay for the next time."""
+        for _ in range(len(self._inbox)):
+            if self._inbox and self._killed is None:  # a callback may have closed or killed this wire
+                self._handle(self._inbox.popleft())
+        while self._untold and self._killed is None:
+            lost = self._untold.popleft()
+            for listener in list(self._lost_listeners):
+                listener(lost)
+
+    def _handle(self, item: Item) -> None:
+        match item:
+            case Arrival(envelope):
+                self._arrive(envelope)
+            case Sent(envelope):
+                self._finish_send(envelope)
+            case Posted(source, topic, body):
+                listener = self._listeners.get(topic)
+                if listener is None:
+                    self._unheard.setdefault(topic, deque()).append(item)
+                else:
+                    listener(source, body)
+            case Gone(lost):
+                self._lose(lost)
+            case Goodbye(source):
+                self._left.add(source)
+                if self._waits_for(source):
+                    self._lose(PeerLost(source, LEFT))
+
+    def _arrive(self, envelope: Envelope) -> None:
+        key = _key(envelope.source, envelope.tag)
+        if (expected := self._expected.pop(key, None)) is not None:
+            self._deliver(envelope, expected)
+        elif envelope.tag[:2] in self._cancelled:
+            self._settle(envelope)
+        elif key in self._parked:
+            self._lose(PeerLost(envelope.source, f"it sent a bad frame: a second message {envelope.tag}"))
+        else:
+            self._park(key, envelope)
+
+    def _park(self, key: Key, envelope: Envelope) -> None:
+        if not self._may_keep_parked(envelope):
+            if envelope.read() is None:
+                return
+            self._settle(envelope)
+        self._parked[key] = envelope
+
+    def _deliver(self, envelope: Envelope, expected: Expected) -> None:
+        handle = expected.handle
+        problem = _difference(envelope, expected)
+        if problem is not None:
+            self._settle(envelope)
+            handle.finish(problem)
+            return
+        data = envelope.read()
+        if data is None:  # cancelled by its sender: this recv waits on, for its deadline or its own cancel
+            self._expected[_key(envelope.source, envelope.tag)] = expected
+            return
+        self._settle(envelope)
+        if envelope.changed:
+            raise BufferChanged(envelope)
+        if expected.into is None:
+            expected.consume(memoryview(data))
+        elif data:
+            expected.into.cast("B")[:] = data
+        if envelope.checked:
+            data[:] = b"\xa5" * len(data)
+        handle.finish()
+
+    def _settle(self, envelope: Envelope) -> None:
+        if not envelope.acknowledged:
+            envelope.acknowledged = True
+            self._acknowledge(envelope)
+
+    def _finish_send(self, envelope: Envelope) -> None:
+        if self._sending.pop(id(envelope), None) is None:
+            return
+        envelope.verify()
+        envelope.revoke()  # read by now; a message that stays parked must not keep the sender's memory alive
+        envelope.handle.finish()
+        if envelope.changed:
+            raise BufferChanged(envelope)
+
+    def _waits_for(self, peer: int) -> bool:
+        return any(key[0] == peer for key in self._expected) or any(
+            envelope.target == peer for envelope in self._sending.values()
+        )
+
+    def _lose(self, lost: PeerLost) -> None:
+        if lost.rank in self.lost:
+            return
+        self.lost[lost.rank] = lost
+        self._untold.append(lost)
+        # A callback may cancel what is further down these lists, so each entry is looked up again when its turn comes.
+        for key in [key for key in self._expected if key[0] == lost.rank]:
+            if (expected := self._expected.pop(key, None)) is not None:
+                expected.handle.finish(lost)
+        for number, envelope in list(self._sending.items()):
+            if envelope.target == lost.rank and self._sending.pop(number, None) is not None:
+                envelope.revoke()
+                envelope.handle.finish(lost)
+
+    def _release(self) -> None:
+        """Forget everything at the end. What is still under way goes out as it is now: the memory is the caller's
+        again.
+        """
+        for envelope in self._sending.values():
+            envelope.read()
+        self._sending.clear()
+        self._expected.clear()
+        self._parked.clear()
+        self._unheard.clear()
+        self._inbox.clear()
+        self._untold.clear()
+
+
+def _flat(data: memoryview, to: int, tag: Tag) -> memoryview:
+    if not data.c_contiguous:
+        raise ConfigurationError(
+            f"send of {data.nbytes} bytes to rank {to} ({tag}): the memory is not contiguous, so it is not one run of "
+            f"bytes.\n"
+            f"Send a contiguous copy."
+        )
+    _check_length("send", data.nbytes, MAX_PAYLOAD_BYTES)
+    return data.cast("B") if data.nbytes else memoryview(b"")
+
+
+def _check_length(verb: str, num_bytes: int, limit: int) -> None:
+    if num_bytes > limit:
+        raise ConfigurationError(
+            f"{verb} of {num_bytes} bytes: one message carries at most {limit}, so that none holds up the others. "
+            f"Send it in pieces."
+        )
+
+
+def _difference(envelope: Envelope, expected: Expected) -> WireError | None:
+    """What is wrong with the message, seen by the one who asked for it."""
+    if envelope.tag.digest != expected.handle.tag.digest:
+        return DigestMismatch(envelope.source)
+    if envelope.num_bytes == expected.num_bytes and envelope.dtype == expected.dtype:
+        return None
+    return FrameError(
+        envelope.source,
+        f"{envelope.tag} came with {envelope.num_bytes} bytes of dtype {envelope.dtype} where {expected.num_bytes} "
+        f"bytes of "
+        f"dtype {expected.dtype} were asked for. The ranks disagree about this collective: call it with the same "
+        f"shape and dtype everywhere.",
+    )

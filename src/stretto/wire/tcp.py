@@ -1,0 +1,488 @@
+"""The plain wire: one TCP connection per pair of workers, read straight into tensors. For one host, the lab and trusted networks.
+
+ZeroMQ hands every message from thread to thread and receives into memory of its own; that cost 15-20 % of a 32 MB all-reduce
+between four hosts on two cores (docs/design.md has the figures). Here the communication thread itself writes from the caller's memory
+and reads into it, with nothing in between; what ZeroMQ gives beyond that (encryption, heartbeats without the interpreter lock)
+is why it stays the wire between hosts that do not trust their network.
+
+    send    header and payload leave in one system call where they fit; done when the kernel has the last byte
+    recv    the header says which receive it is for; the payload is read into the tensor (copy) or into one
+            reused buffer and added from there (add)
+
+The lower rank accepts, the higher connects; both prove that they know the job's secret (`handshake.py`). Then the port is closed.
+A goodbye travels on the same connection before its end, so an end without one is a loss, at once. Heartbeats are frames sent when
+there is nothing else to say. A silent worker of the same host is looked up in /proc first: one that holds the interpreter lock for long is
+busy, not lost; between hosts that cannot be seen, and `silence_s` must be longer than the longest such stretch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from stretto.errors import ConfigurationError, SecretError, UnreachableError
+from stretto.job.membership import Peer
+from stretto.timeouts import Timeouts
+from stretto.wire import frames
+from stretto.wire.base import Handle
+from stretto.wire.framed import TOPIC_HELLO, Connection, Expected, FramedWire, log
+from stretto.wire.frames import FrameKind, Header
+from stretto.wire.handshake import Probe, Stranger, handshake_key, introduce_ourselves, welcome
+
+READ_AHEAD_BYTES = 64 << 10
+READS_AT_ONCE = 8  # per connection and turn, so that one busy peer does not starve the others
+MAX_GATHER = 16
+HANDSHAKE_S = 5.0
+RETRY_S = 0.05
+
+
+class _Outgoing:
+    """Bytes on their way: what is left of a frame, and whom to tell when the last has gone."""
+
+    __slots__ = ("handle", "view")
+
+    def __init__(self, view: memoryview, handle: Handle | None) -> None:
+        self.view = view
+        self.handle = handle
+
+
+class _Connection(Connection):
+    """One TCP connection and how far reading and writing have got on it."""
+
+    def __init__(self, peer: Peer, same_host: bool, connection: socket.socket, now: float) -> None:
+        super().__init__(peer.rank, peer.address, same_host, peer.pid)
+        self.socket = connection
+        self.descriptor = connection.fileno()
+        self.outgoing: deque[_Outgoing] = deque()
+        self.wants_to_write = False
+        self.heard_at = self.spoke_at = now
+        self.warned = False
+        # Reading: bytes taken from the kernel and not looked at yet are ahead[begin:end].
+        self.ahead = memoryview(bytearray(READ_AHEAD_BYTES))
+        self.begin = self.end = 0
+        self.header: Header | None = None
+        self.expected: Expected | None = None  # the receive that the payload being read is for
+        self.target = memoryview(b"")
+        self.filled = 0
+        self.staging = memoryview(bytearray(0))
+
+    def staging_of(self, num_bytes: int) -> memoryview:
+        if self.staging.nbytes < num_bytes:
+            self.staging = memoryview(bytearray(num_bytes))
+        return self.staging[:num_bytes]
+
+
+class TcpWire(FramedWire):
+    """See the module's text. The constructor listens; publish `address`, then `connect` to everybody."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        secret: bytes,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        timeouts: Timeouts | None = None,
+        generation: int = 0,
+        shared_memory: bool = True,
+    ) -> None:
+        super().__init__(rank, world_size, timeouts=timeouts, generation=generation, shared_memory=shared_memory)
+        self._key = handshake_key(secret)
+        self._connections: dict[int, _Connection] = {}
+        self._by_descriptor: dict[int, _Connection] = {}
+        self._poller = select.poll()
+        self._poller.register(self._far.fileno(), select.POLLIN)
+        self._unfinished: set[int] = set()  # ranks with bytes read ahead that wait for another turn
+        self._looked_at = self.now()
+        try:
+            self._listener = socket.create_server((bind, port), backlog=1024)
+        except OSError as error:
+            raise ConfigurationError(
+                f"rank {rank} cannot listen on {bind}:{port or 'any port'}: {error.strerror}.\n"
+                f"Choose another address or port, or none to let the system pick a free port."
+            ) from error
+        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+
+    # -- making connections -------------------------------------------------------------------------------------------
+
+    def connect(self, peers: Sequence[Peer]) -> None:
+        """Connect to every peer and exchange greetings; returns when all have answered."""
+        mine = next(peer for peer in peers if peer.rank == self.rank)
+        deadline = self.now() + self.timeouts.connect_s
+        arrived: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
+        done = threading.Event()
+        acceptor = threading.Thread(target=self._accept, args=(arrived, done), name="stretto-accept", daemon=True)
+        acceptor.start()
+        try:
+            for peer in peers:
+                if peer.rank < self.rank:
+                    self._adopt(peer, mine, self._dial(peer, deadline))
+            self._await_higher_ranks(peers, mine, arrived, deadline)
+        finally:
+            done.set()
+            acceptor.join(HANDSHAKE_S)
+            self._listener.close()
+        for rank in self._connections:
+            self.post(rank, TOPIC_HELLO, b"")
+        while not all(connection.greeted for connection in self._connections.values()):
+            if self.lost:
+                raise next(iter(self.lost.values()))
+            if self.now() > deadline:
+                self._give_up([peer for peer in peers if peer.rank != self.rank], "no greeting came back")
+            self.progress(0.2)
+
+    def _dial(self, peer: Peer, deadline: float) -> socket.socket:
+        host, _, port = peer.address.rpartition(":")
+        while True:
+            try:
+                connection = socket.create_connection((host, int(port)), timeout=HANDSHAKE_S)
+                try:
+                    introduce_ourselves(connection, self._key, self._generation, self.rank, peer.rank)
+                    return connection
+                except (OSError, SecretError):
+                    connection.close()
+                    raise
+            except OSError as error:
+                if self.now() > deadline:
+                    self._give_up([peer], str(error))
+                threading.Event().wait(RETRY_S)  # a full backlog or a route that is just coming up
+
+    def _accept(self, arrived: queue.Queue[tuple[int, socket.socket]], done: threading.Event) -> None:
+        self._listener.settimeout(0.1)
+        while not done.is_set():
+            try:
+                connection, address = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            # A stranger that says nothing must not keep a worker waiting: each gets a short life of its own.
+            threading.Thread(target=self._welcome, args=(connection, address, arrived), daemon=True).start()
+
+    def _welcome(
+        self, connection: socket.socket, address: object, arrived: queue.Queue[tuple[int, socket.socket]]
+    ) -> None:
+        connection.settimeout(HANDSHAKE_S)
+        try:
+            arrived.put((welcome(connection, self._key, self._generation, self.rank), connection))
+        except (OSError, Stranger) as problem:
+            level = logging.DEBUG if isinstance(problem, Probe) else logging.WARNING
+            log.log(level, "rank %d turned away a stranger from %s: %s", self.rank, address, problem)
+            connection.close()
+
+    def _await_higher_ranks(
+        self,
+        peers: Sequence[Peer],
+        mine: Peer,
+        arrived: queue.Queue[tuple[int, socket.socket]],
+        deadline: float,
+    ) -> None:
+        missing = {peer.rank: peer for peer in peers if peer.rank > self.rank}
+        while missing:
+            try:
+                rank, connection = arrived.get(timeout=max(0.01, deadline - self.now()))
+            except queue.Empty:
+                self._give_up(list(missing.values()), "it did not connect")
+            if rank in missing:
+                self._adopt(missing.pop(rank), mine, connection)
+            else:
+                connection.close()
+
+    def _adopt(self, peer: Peer, mine: Peer, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        mine_too = peer.host == mine.host
+        adopted = _Connection(peer, mine_too, connection, self.now())
+        self._connections[peer.rank] = adopted
+        self._by_descriptor[adopted.descriptor] = adopted
+        self._poller.register(adopted.descriptor, select.POLLIN)
+
+    def _give_up(self, missing: list[Peer], why: str) -> None:
+        listing = ", ".join(f"rank {peer.rank} at {peer.address}" for peer in missing)
+        raise UnreachableError(
+            f"rank {self.rank} could not reach {listing} within {self.timeouts.connect_s:g} s ({why}).\n"
+            f"A firewall may block the port, or the worker publishes an interface that is not routed here: "
+            f"set STRETTO_INTERFACE on that host to the interface (or address) the others can reach."
+        )
+
+    # -- what every framed wire needs from its transport --------------------------------------------------------------
+
+    def _connection(self, rank: int) -> _Connection:
+        return self._connections[rank]
+
+    def _peers(self) -> list[int]:
+        return list(self._connections)
+
+    def _send_frame(self, to: int, frame: bytes) -> None:
+        connection = self._connections[to]
+        connection.outgoing.append(_Outgoing(memoryview(frame), None))
+        if not connection.wants_to_write:
+            self._write(connection)
+
+    def _send_payload(self, handle: Handle, data: memoryview, dtype: int) -> None:
+        connection = self._connections[handle.peer]
+        head = self._head(FrameKind.INLINE, handle.tag, dtype, data.nbytes)
+        if data.nbytes:
+            connection.outgoing.append(_Outgoing(memoryview(head), None))
+            connection.outgoing.append(_Outgoing(data, handle))
+        else:
+            connection.outgoing.append(_Outgoing(memoryview(head), handle))
+        if not connection.wants_to_write:
+            self._write(connection)
+
+    def _orphans(self, rank: int) -> list[Handle]:
+        connection = self._connections[rank]
+        handles = [item.handle for item in connection.outgoing if item.handle is not None]
+        if connection.expected is not None:
+            handles.append(connection.expected.handle)
+            connection.expected = None
+        connection.outgoing.clear()
+        return handles + super()._orphans(rank)
+
+    def _drop(self, rank: int) -> None:
+        connection = self._connections[rank]
+        if connection.descriptor in self._by_descriptor:
+            if rank in self._left:
+                self._write(connection)  # our last word to a peer that waits for it
+            del self._by_descriptor[connection.descriptor]
+            self._unfinished.discard(rank)
+            self._poller.unregister(connection.descriptor)
+            connection.socket.close()
+
+    def cancel(self, channel: int, sequence: int) -> None:
+        super().cancel(channel, sequence)
+        for connection in self._connections.values():
+            expected = connection.expected
+            if expected is not None and expected.handle.tag[:2] == (channel, sequence):
+                # In the middle of a payload: let the rest of it go where it harms nobody.
+                connection.expected = None
+                connection.target = memoryview(bytearray(connection.target.nbytes))
+            self._withdraw(connection, (channel, sequence))
+
+    def _withdraw(self, connection: _Connection, name: tuple[int, int]) -> None:
+        """What is queued from memory that its owner takes back goes out as it is now, from a copy: the frame was promised."""
+        for item in connection.outgoing:
+            if item.handle is not None and item.handle.tag[:2] == name:
+                item.view = memoryview(bytes(item.view))
+                item.handle = None
+
+    # -- progress -----------------------------------------------------------------------------------------------------
+
+    def progress(self, timeout_s: float) -> None:
+        if self._unacked:
+            self._flush_acks()
+        timeout_s = 0.0 if self._unfinished else min(timeout_s, self.timeouts.silence_s / 10)
+        wake = self._far.fileno()
+        for descriptor, event in self._poller.poll(timeout_s * 1000):
+            if descriptor == wake:
+                with contextlib.suppress(BlockingIOError):
+                    self._far.recv(4096)
+                continue
+            connection = self._by_descriptor.get(descriptor)
+            if connection is not None and event & ~select.POLLOUT:
+                self._read(connection)
+            connection = self._by_descriptor.get(descriptor)
+            if connection is not None and event & select.POLLOUT:
+                self._write(connection)
+        for rank in list(self._unfinished):
+            self._unfinished.discard(rank)
+            self._read(self._connections[rank])
+        self._look_after_silence()
+
+    def _write(self, connection: _Connection) -> None:
+        outgoing = connection.outgoing
+        try:
+            while outgoing:
+                gather = [outgoing[i].view for i in range(min(len(outgoing), MAX_GATHER))]
+                sent = connection.socket.sendmsg(gather)
+                connection.spoke_at = self.now()
+                while outgoing and sent >= outgoing[0].view.nbytes:
+                    item = outgoing.popleft()
+                    sent -= item.view.nbytes
+                    if item.handle is not None:
+                        item.handle.finish()
+                if sent:
+                    outgoing[0].view = outgoing[0].view[sent:]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lose(connection.rank, f"its connection broke: {error.strerror}")
+            return
+        if bool(outgoing) != connection.wants_to_write and connection.descriptor in self._by_descriptor:
+            connection.wants_to_write = bool(outgoing)
+            mask = select.POLLIN | (select.POLLOUT if outgoing else 0)
+            self._poller.modify(connection.descriptor, mask)
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            for _ in range(READS_AT_ONCE):
+                if not self._read_once(connection):
+                    return
+                if connection.rank in self.lost:
+                    return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(connection.rank, f"its connection broke: {error.strerror}")
+            return
+        except ValueError as problem:
+            self._lose(connection.rank, f"it sent a bad frame: {problem}")
+            return
+        if connection.begin < connection.end:
+            self._unfinished.add(connection.rank)
+
+    def _read_once(self, connection: _Connection) -> bool:
+        """One system call at most; False at the end of the stream."""
+        if connection.header is not None and connection.begin == connection.end:
+            received = connection.socket.recv_into(connection.target[connection.filled :])
+            connection.filled += received
+        else:
+            if connection.begin == connection.end:
+                connection.begin = connection.end = 0
+            elif connection.end == READ_AHEAD_BYTES:
+                self._make_room(connection)
+            received = connection.socket.recv_into(connection.ahead[connection.end :])
+            connection.end += received
+        if not received:
+            self._lose(connection.rank, "its connection closed without a goodbye (its process ended or was killed)")
+            return False
+        connection.heard_at = self.now()
+        self._digest(connection)
+        return True
+
+    def _make_room(self, connection: _Connection) -> None:
+        left = connection.end - connection.begin
+        connection.ahead[:left] = bytes(connection.ahead[connection.begin : connection.end])
+        connection.begin, connection.end = 0, left
+
+    def _digest(self, connection: _Connection) -> None:
+        """Turn the bytes that are here into frames, as far as they go."""
+        while connection.rank not in self.lost:
+            if connection.header is None:
+                if connection.end - connection.begin < frames.HEADER_BYTES:
+                    return
+                self._begin_frame(connection)
+            self._take_ahead(connection)
+            if connection.filled < connection.target.nbytes:
+                return
+            self._end_frame(connection)
+
+    def _begin_frame(self, connection: _Connection) -> None:
+        head = connection.ahead[connection.begin : connection.begin + frames.HEADER_BYTES]
+        connection.begin += frames.HEADER_BYTES
+        header = frames.decode_stream(head)
+        if header.source != connection.rank:
+            raise ValueError(f"it calls itself rank {header.source}")
+        if header.generation != self._generation:
+            raise ValueError(f"generation {header.generation}, this job is in {self._generation}")
+        connection.header = header
+        connection.filled = 0
+        connection.target = self._target(connection, header)
+
+    def _target(self, connection: _Connection, header: Header) -> memoryview:
+        if header.kind == FrameKind.SHARED:
+            return memoryview(b"")
+        if header.kind != FrameKind.INLINE:
+            return connection.staging_of(header.num_bytes)
+        key = (connection.rank, header.channel, header.sequence, header.index)
+        expected = self._expected.get(key)
+        if expected is None:
+            return memoryview(bytearray(header.num_bytes))  # to be parked
+        if expected.problem(header) is None:
+            connection.expected = self._expected.pop(key)
+            if expected.into is not None:
+                return expected.into
+        return connection.staging_of(header.num_bytes)
+
+    def _take_ahead(self, connection: _Connection) -> None:
+        wanted = connection.target.nbytes - connection.filled
+        count = min(wanted, connection.end - connection.begin)
+        if count:
+            part = connection.ahead[connection.begin : connection.begin + count]
+            connection.target[connection.filled : connection.filled + count] = part
+            connection.filled += count
+            connection.begin += count
+
+    def _end_frame(self, connection: _Connection) -> None:
+        header, target, expected = connection.header, connection.target, connection.expected
+        assert header is not None
+        connection.header = connection.expected = None
+        connection.target = memoryview(b"")
+        if expected is not None:
+            if expected.into is None:
+                expected.consume(target)
+            expected.handle.finish()
+        elif header.kind == FrameKind.INLINE:
+            self._deliver(connection.rank, header, self._private(connection, target))
+        elif header.kind != FrameKind.HEARTBEAT:
+            self._dispatch(connection.rank, header, target)
+
+    def _private(self, connection: _Connection, target: memoryview) -> memoryview:
+        """What may be parked must not lie in the buffer that the next frame uses."""
+        return memoryview(bytes(target)) if target.obj is connection.staging.obj else target
+
+    # -- silence ------------------------------------------------------------------------------------------------------
+
+    def _look_after_silence(self) -> None:
+        now = self.now()
+        pause, self._looked_at = now - self._looked_at, now
+        for connection in list(self._by_descriptor.values()):
+            if pause > self.timeouts.silence_s / 4:
+                connection.heard_at = now  # it was we who did not listen
+            if now - connection.spoke_at > self.timeouts.silence_s / 5 and not connection.outgoing:
+                self._control(connection.rank, FrameKind.HEARTBEAT)
+            if now - connection.heard_at > self.timeouts.silence_s * 0.9:
+                self._judge_silence(connection, now)
+
+    def _judge_silence(self, connection: _Connection, now: float) -> None:
+        if connection.same_host and _is_running(connection.pid):
+            if not connection.warned:
+                connection.warned = True
+                log.warning(
+                    "rank %d: rank %d has been silent for %.0f s, but its process %d is running: it seems to hold the "
+                    "interpreter lock", self.rank, connection.rank, now - connection.heard_at, connection.pid,
+                )  # fmt: skip
+            return
+        self._lose(
+            connection.rank,
+            f"silent for {now - connection.heard_at:.0f} s (its process is stopped, or its host or network is down)",
+        )
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self._end(goodbye=True)
+
+    def abandon(self) -> None:
+        self._end(goodbye=False)
+
+    def _end(self, *, goodbye: bool) -> None:
+        if self._closed:
+            return
+        if goodbye:
+            self._say_goodbye()
+        self._closed = True
+        for rank in self._connections:
+            if rank not in self.lost:
+                self._drop(rank)
+                self._close_boxes(self._connections[rank])
+        self._listener.close()
+        self._near.close()
+        self._far.close()
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process of this host is neither stopped nor dead. (Where /proc is missing or another's, it counts as gone.)"""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] in ("R", "S", "D", "I")

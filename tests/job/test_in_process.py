@@ -1,0 +1,173 @@
+"""`stretto.launch`: functions in fresh processes, results by rank, nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import ConfigurationError, JobError, PeerLost, WorkerFailed
+from stretto.job.in_process import launch
+
+WAIT_S = 20.0
+
+
+def place(word: str) -> tuple[str, int, int, str]:
+    environ = os.environ
+    return word, int(environ["STRETTO_RANK"]), int(environ["WORLD_SIZE"]), environ["STRETTO_RENDEZVOUS"]
+
+
+def fail_on_rank_1(folder: str) -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("the reason")
+    (Path(folder) / "waiting").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def accuse_or_confess(folder: str) -> None:
+    if os.environ["RANK"] == "0":
+        (Path(folder) / "accused").touch()
+        raise PeerLost(1, "connection closed")
+    wait_for(Path(folder) / "accused")
+    threading.Event().wait(0.3)  # rank 0's message is on its way; however late this is, rank 1 must be blamed
+    raise ValueError("the reason")
+
+
+def die(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def unpicklable() -> object:
+    return threading.Lock()
+
+
+def leave(code: int) -> None:
+    sys.exit(code)
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + WAIT_S
+    while not path.exists() or not path.read_text() and path.suffix == ".pid":
+        assert time.monotonic() < deadline, f"no {path}"
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def wait_until_dead(pid: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            os.kill(pid, 0)
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        assert time.monotonic() < deadline, f"{pid} lives"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_results_come_back_by_rank(n: int) -> None:
+    results = launch(place, n, "word", timeout_s=WAIT_S)
+
+    assert [result[:3] for result in results] == [("word", rank, n) for rank in range(n)]
+    assert len({result[3] for result in results}) == 1  # one rendezvous
+    assert "STRETTO_RANK" not in os.environ  # ours is as it was
+
+
+def test_the_first_failure_is_raised_here_with_its_traceback_and_ends_the_others(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        launch(fail_on_rank_1, 3, str(tmp_path), timeout_s=WAIT_S)
+
+    assert caught.value.rank == 1 and time.monotonic() - started < WAIT_S
+    assert "fail_on_rank_1" in caught.value.traceback and "ValueError: the reason" in str(caught.value)
+    if (tmp_path / "waiting").exists():
+        wait_until_dead(int((tmp_path / "waiting").read_text()))
+
+
+def test_a_worker_that_lost_its_peer_is_not_blamed_for_it(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="the reason") as caught:
+        launch(accuse_or_confess, 2, str(tmp_path), timeout_s=WAIT_S)
+
+    assert caught.value.rank == 1 and (tmp_path / "accused").exists()
+
+
+def test_a_worker_that_dies_silently_is_a_failure() -> None:
+    with pytest.raises(WorkerFailed, match="killed by SIGKILL") as caught:
+        launch(die, 1, int(signal.SIGKILL), timeout_s=WAIT_S)
+
+    assert caught.value.rank == 0 and caught.value.traceback == ""
+
+
+def test_at_the_deadline_all_are_killed_and_named() -> None:
+    with pytest.raises(JobError, match=r"timeout_s=0.5 seconds: rank 0, 1"):
+        launch(time.sleep, 2, 60, timeout_s=0.5)
+
+
+def test_sys_exit_is_success_or_failure_by_its_code() -> None:
+    assert launch(leave, 1, 0, timeout_s=WAIT_S) == [None]
+    with pytest.raises(WorkerFailed, match=r"sys\.exit\(3\)"):
+        launch(leave, 1, 3, timeout_s=WAIT_S)
+
+
+def test_what_cannot_travel_is_an_error_that_says_so() -> None:
+    with pytest.raises(WorkerFailed, match="a lock, cannot be sent back"):
+        launch(unpicklable, 1, timeout_s=WAIT_S)
+    with pytest.raises(ConfigurationError, match="top level of a module"):
+        launch(lambda: 1, 1)
+
+
+def test_a_closure_can_be_forked() -> None:
+    base = 40
+
+    def add(number: int) -> int:
+        return base + number + int(os.environ["RANK"])
+
+    assert launch(add, 2, 2, timeout_s=WAIT_S, start_method="fork") == [42, 43]
+
+
+@pytest.mark.parametrize("n", [0, -1, True, "2"])
+def test_a_number_of_workers_that_cannot_work_is_refused(n: int) -> None:
+    with pytest.raises(ConfigurationError, match="number of workers"):
+        launch(place, n)
+
+
+INTERACTIVE = """
+import os, subprocess, sys
+from stretto.job.in_process import launch
+def who(folder):
+    rank = os.environ["RANK"]
+    if folder:
+        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(120)"])
+        for name, pid in (("child", child.pid), ("worker", os.getpid())):
+            with open(f"{folder}/{name}{rank}.pid", "w") as file: file.write(str(pid))
+        child.wait()
+    return int(rank)
+print(launch(who, 2, sys.argv[1]))
+"""
+
+
+def test_a_function_typed_into_a_session_works() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERACTIVE, ""], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+
+    assert done.stdout == "[0, 1]\n" and done.stderr == ""
+
+
+def test_a_killed_program_leaves_no_worker_and_no_child_of_one_behind(tmp_path: Path) -> None:
+    program = subprocess.Popen([sys.executable, "-c", INTERACTIVE, str(tmp_path)])
+    names = [f"{kind}{rank}.pid" for kind in ("worker", "child") for rank in range(2)]
+    everybody = [int(wait_for(tmp_path / name)) for name in names]
+    program.kill()
+    program.wait(WAIT_S)
+
+    for pid in everybody:
+        wait_until_dead(pid)

@@ -1,0 +1,367 @@
+"""Workers (threads here) that meet through a real coordinator process, and everything that can keep them from it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import ConfigurationError, JobError, RendezvousError, SecretError, StrettoError, UnreachableError
+from stretto.job import introduce as introduce_module
+from stretto.job import settle as settle_module
+from stretto.job.detect import Launch, detect
+from stretto.job.hosts import host_identity
+from stretto.job.introduce import farewell, introduce, local_address, settle
+from stretto.job.membership import Peer
+from stretto.timeouts import Timeouts
+
+SECRET = bytes(range(32))
+PATIENT = Timeouts(connect_s=20)
+SHORT = Timeouts(connect_s=1.5)
+
+
+@contextlib.contextmanager
+def coordinator(world_size: int, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A coordinator process, and the address at which it listens."""
+    ready, told = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stretto.job.coordinator", "--bind", "127.0.0.1:0", "--world-size", str(world_size),
+         "--ready-fd", str(told), *options],
+        env=os.environ | {"STRETTO_SECRET": SECRET.hex()}, pass_fds=[told], stderr=subprocess.PIPE,
+    )  # fmt: skip
+    os.close(told)
+    try:
+        with os.fdopen(ready) as lines:
+            assert select.select([lines], [], [], 20)[0], "the coordinator neither listened nor ended"
+            yield process, lines.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def listener() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def launch_of(rank: int, size: int, rendezvous: str, *, secret: bytes = SECRET, encrypt: bool = False) -> Launch:
+    return Launch(rank, size, rank, size, rendezvous, secret, encrypt, "stretto")
+
+
+def together(*tasks: Callable[[], list[Peer]]) -> list[list[Peer] | StrettoError]:
+    """Run the workers at once; give what each returned or raised."""
+
+    def outcome(future: Future[list[Peer]]) -> list[Peer] | StrettoError:
+        try:
+            return future.result(timeout=30)
+        except StrettoError as error:
+            return error
+
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return [outcome(future) for future in [pool.submit(task) for task in tasks]]
+
+
+def worker(launch: Launch, timeouts: Timeouts = PATIENT, address: str | None = None) -> Callable[[], list[Peer]]:
+    def run() -> list[Peer]:
+        with listener() as mine:
+            return introduce(launch, address or mine, timeouts)
+
+    return run
+
+
+@contextlib.contextmanager
+def a_dead_port() -> Iterator[str]:
+    """An address where nobody listens: bound, so that nobody else gets it, but not listening."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_three_workers_meet_say_goodbye_and_the_coordinator_ends(encrypt: bool) -> None:
+    with coordinator(3, "--encrypted" if encrypt else "--plain") as (process, address):
+        launches = [launch_of(rank, 3, address, encrypt=encrypt) for rank in range(3)]
+
+        tables = together(*(worker(launch) for launch in launches))
+
+        assert tables[0] == tables[1] == tables[2]
+        assert isinstance(tables[0], list) and [peer.rank for peer in tables[0]] == [0, 1, 2]
+        assert len({peer.host for peer in tables[0]}) == 1
+        for launch in launches:
+            farewell(launch)
+        assert process.wait(5) == 0
+
+
+def test_a_job_of_one_opens_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zmq.Context", lambda: pytest.fail("a job of one opened a ZeroMQ context"))
+    launch = settle(detect({}), SHORT)
+
+    assert introduce(launch, "127.0.0.1:1", SHORT) == [Peer(0, 0, host_identity(), "127.0.0.1:1", os.getpid())]
+    farewell(launch)
+    assert local_address(launch)[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_wrong_secret_is_a_secret_error_at_once_and_the_others_still_meet(encrypt: bool) -> None:
+    with coordinator(2, "--encrypted" if encrypt else "--plain") as (_, address):
+        started = time.monotonic()
+        stranger = launch_of(1, 2, address, secret=bytes(32), encrypt=encrypt)
+        with pytest.raises(SecretError, match="not the coordinator's") as caught:
+            worker(stranger)()
+        assert time.monotonic() - started < PATIENT.connect_s / 2
+        assert SECRET.hex() not in str(caught.value)
+
+        tables = together(*(worker(launch_of(rank, 2, address, encrypt=encrypt)) for rank in range(2)))
+        assert tables[0] == tables[1] and isinstance(tables[0], list)
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_disagreement_on_encryption_is_named(encrypt: bool) -> None:
+    with (
+        coordinator(2, "--plain" if encrypt else "--encrypted") as (_, address),
+        pytest.raises(ConfigurationError, match="STRETTO_ENCRYPT"),
+    ):
+        worker(launch_of(0, 2, address, encrypt=encrypt))()
+
+
+def test_a_missing_rank_is_named_to_every_worker_that_waited(caplog: pytest.LogCaptureFixture) -> None:
+    with coordinator(3) as (_, address):
+        outcomes = together(*(worker(launch_of(rank, 3, address), SHORT) for rank in (0, 2)))
+
+    for outcome in outcomes:
+        assert type(outcome) is JobError
+        assert str(outcome).startswith("Rank 1 of 3 did not join within 1 s; ranks 0, 2 waited")
+
+
+def test_who_waits_long_is_told_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(introduce_module, "FIRST_WORD_S", 0.2)
+    monkeypatch.setattr(introduce_module, "ASK_EVERY_S", 0.1)
+    with coordinator(4) as (_, address), caplog.at_level(logging.WARNING, "stretto.job"):
+        together(*(worker(launch_of(rank, 4, address), SHORT) for rank in (0, 1)))
+
+    assert re.search(r"rank \d: waiting for ranks (1, )?2(, 3|-3)", caplog.text)
+
+
+def test_a_second_worker_with_the_same_rank_is_refused_with_the_pid_of_the_first() -> None:
+    with coordinator(2) as (_, address):
+        outcomes = together(*(worker(launch_of(0, 2, address), Timeouts(connect_s=3)) for _ in range(2)))
+
+    refused = [str(outcome) for outcome in outcomes if "is taken" in str(outcome)]
+    waited = [str(outcome) for outcome in outcomes if "did not join" in str(outcome)]
+    assert len(refused) == len(waited) == 1
+    assert f"rank 0 is taken: pid {os.getpid()} on host {socket.gethostname()}" in refused[0]
+
+
+def test_an_address_nobody_listens_at_is_an_unreachable_error_on_every_worker() -> None:
+    with coordinator(2) as (_, address), a_dead_port() as dead:
+        outcomes = together(worker(launch_of(0, 2, address)), worker(launch_of(1, 2, address), address=dead))
+
+    for outcome in outcomes:
+        assert isinstance(outcome, UnreachableError)
+        assert f"rank 1 on host {socket.gethostname()} published {dead} (interface lo)" in str(outcome)
+        assert "refused" in str(outcome) and "STRETTO_INTERFACE" in str(outcome)
+
+
+def test_a_wrong_world_size_is_a_configuration_error() -> None:
+    with coordinator(2) as (_, address), pytest.raises(ConfigurationError, match="3 workers.*opened for 2"):
+        worker(launch_of(0, 3, address))()
+
+
+def test_an_unreachable_rendezvous_is_an_error_with_host_port_and_what_to_check() -> None:
+    with a_dead_port() as dead:
+        started = time.monotonic()
+        with pytest.raises(RendezvousError, match=rf"(?s){dead} within 1.5 s: connection refused.*firewall"):
+            worker(launch_of(0, 2, dead), SHORT)()
+    assert 1.4 < time.monotonic() - started < 5
+
+
+def test_a_host_name_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(RendezvousError, match=r"no-such-host.invalid:4242 cannot be found"):
+        worker(launch_of(0, 2, "no-such-host.invalid:4242"), Timeouts(connect_s=0.2))()
+
+
+def test_another_program_at_the_rendezvous_is_not_taken_for_a_coordinator() -> None:
+    def answer_http(server: socket.socket) -> int:
+        served = 0
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+                served += 1
+        return served
+
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as server:
+        served = pool.submit(answer_http, server)
+        try:
+            with pytest.raises(RendezvousError, match="not a coordinator of stretto"):
+                worker(launch_of(0, 2, f"127.0.0.1:{server.getsockname()[1]}"), Timeouts(connect_s=5))()
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+        assert served.result(5) > 0
+
+
+def test_workers_that_come_before_the_coordinator_wait_for_it() -> None:
+    with a_dead_port() as dead:
+        port = dead.rpartition(":")[2]
+    launches = [launch_of(rank, 2, f"127.0.0.1:{port}") for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(worker(launch)) for launch in launches]
+        settle_module.start_coordinator(f"127.0.0.1:{port}", 2, SECRET, False, time.monotonic() + 10)
+        tables = [future.result(20) for future in waiting]
+
+    assert tables[0] == tables[1]
+    for launch in launches:
+        farewell(launch)
+
+
+def test_farewell_is_short_and_silent_when_the_coordinator_is_dead_or_stopped() -> None:
+    with coordinator(2) as (process, address):
+        process.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        farewell(launch_of(0, 2, address))
+        assert time.monotonic() - started < 1.5
+    started = time.monotonic()
+    farewell(launch_of(0, 2, address))
+    assert time.monotonic() - started < 1.5
+
+
+def test_introducing_before_settling_says_what_to_call() -> None:
+    launch = dataclasses.replace(launch_of(0, 2, "x:1"), rendezvous=None, secret=None, launcher="torchrun")
+    with pytest.raises(JobError, match="settle"):
+        introduce(launch, "127.0.0.1:1", SHORT)
+
+
+def test_the_interface_variable_decides_the_published_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = dataclasses.replace(launch_of(0, 4, "127.0.0.1:9"), local_world_size=2)
+    cards = [("lo", "127.0.0.1"), ("eth0", "10.0.0.5"), ("eth1", "10.1.0.5")]
+    monkeypatch.setattr("stretto.job.hosts.interfaces", lambda: cards)
+    monkeypatch.setattr(settle_module, "interfaces", lambda: cards)
+
+    assert local_address(dataclasses.replace(several, interface="eth1")) == ("10.1.0.5", "eth1")
+    assert local_address(dataclasses.replace(several, interface="10.0.0.5")) == ("10.0.0.5", "eth0")
+    with pytest.raises(RendezvousError, match=r"eth0 \(10.0.0.5\), eth1 \(10.1.0.5\)"):
+        local_address(several)
+    monkeypatch.setattr(settle_module, "interfaces", lambda: cards[:2])
+    assert local_address(several) == ("10.0.0.5", "eth0")
+
+
+def mpi_launch(rank: int, port: int) -> Launch:
+    return detect(
+        {
+            "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }
+    )  # fmt: skip
+
+
+def test_under_mpi_on_one_host_rank_0_shares_a_secret_through_a_private_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    with a_dead_port() as dead:
+        port = int(dead.rpartition(":")[2])
+    settled: list[Launch] = []
+
+    def whole(rank: int) -> Callable[[], list[Peer]]:
+        def run() -> list[Peer]:
+            launch = settle(mpi_launch(rank, port - 1), PATIENT)
+            settled.append(launch)
+            return worker(launch)()
+
+        return run
+
+    tables = together(whole(0), whole(1))
+
+    assert isinstance(tables[0], list) and tables[0] == tables[1]
+    assert settled[0].secret == settled[1].secret is not None
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert list(folder.iterdir()) == []  # gone once they have met
+    for launch in settled:
+        farewell(launch)
+
+
+def test_a_secret_left_by_a_dead_job_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    monkeypatch.setattr("os.getpid", lambda: dead.pid)
+    settle_module._write_secret(mpi_launch(0, 4000), SECRET)
+
+    with pytest.raises(SecretError, match="rank 1 waited for rank 0"):
+        settle(mpi_launch(1, 4000), Timeouts(connect_s=0.2))
+
+
+def test_a_port_in_use_under_mpi_is_an_error_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    with listener() as taken, pytest.raises(RendezvousError, match="is in use by another program"):
+        settle(mpi_launch(0, int(taken.rpartition(":")[2]) - 1), PATIENT)
+
+
+TORCHRUN_SCRIPT = """
+import os, socket
+from stretto.job.detect import detect
+from stretto.job.introduce import farewell, introduce, local_address, settle
+from stretto.timeouts import Timeouts
+
+timeouts = Timeouts(connect_s=30)
+launch = settle(detect(os.environ), timeouts)
+ip, interface = local_address(launch)
+with socket.create_server((ip, 0)) as server:
+    peers = introduce(launch, f"{ip}:{server.getsockname()[1]}", timeouts)
+met = [peer.rank for peer in peers]
+print(f"rank {launch.rank} met {met} at {launch.launcher} via {interface}\\n", end="", flush=True)
+farewell(launch)
+"""
+
+
+@pytest.mark.processes
+def test_workers_of_torchrun_meet_through_its_store(tmp_path: Path) -> None:
+    script = tmp_path / "meet.py"
+    script.write_text(TORCHRUN_SCRIPT)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"rank {rank} met [0, 1] at torchrun via lo" in done.stdout
+
+
+@pytest.mark.processes
+def test_workers_with_torchs_variables_but_no_agent_meet_through_a_store_of_rank_0(tmp_path: Path) -> None:
+    script = tmp_path / "meet.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    with a_dead_port() as dead:
+        port = dead.rpartition(":")[2]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=60)[0] for process in workers]
+
+    assert [process.returncode for process in workers] == [0, 0], outputs
+    assert "rank 1 met [0, 1]" in outputs[1]

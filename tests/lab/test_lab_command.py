@@ -1,0 +1,131 @@
+"""`stretto lab` as a user types it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(60)]
+
+STRETTO = [sys.executable, "-m", "stretto", "lab"]
+
+
+def stretto_lab(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*STRETTO, *words], capture_output=True, text=True, timeout=30)
+
+
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """A failing test leaves no process behind."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
+def test_output_has_the_host_in_front_and_the_exit_code_is_the_first_failing_hosts() -> None:
+    done = stretto_lab("--hosts", "2", "--rate", "100mbit", "--", "sh", "-c", "echo from $RANK; test $RANK = 0 || exit 7")
+    assert done.returncode == 7
+    assert sorted(done.stdout.splitlines()) == ["[host 0] from 0", "[host 1] from 1"]
+    assert "2 hosts, links 100mbit" in done.stderr
+    assert "not encrypted" in done.stderr
+    assert "bytes through" in done.stderr
+    assert "host 1 failed first (exit code 7)" in done.stderr
+
+
+def test_a_command_without_dashes_before_it_runs_too_and_keeps_its_options() -> None:
+    done = stretto_lab("--hosts", "1", "sh", "-c", "echo --rate $0", "x")
+    assert (done.returncode, done.stdout) == (0, "[host 0] --rate x\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--rate", "fast", "--", "true"], "1gbit"),
+        (["--slow", "9=4x", "--", "true"], "hosts 0 to 1"),
+        (["--slow", "quick", "--", "true"], "--slow 1=4x"),
+        (["cut", "0", "--name", "no-such-lab"], "running"),
+    ],
+)
+def test_bad_input_gets_a_message_and_no_traceback(words: list[str], says: str) -> None:
+    done = stretto_lab(*words)
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_everything_within_five_seconds() -> None:
+    script = "echo $RANK started; trap 'echo $RANK bye; exit 0' INT; while :; do sleep 0.1; done"
+    running = subprocess.Popen(
+        [*STRETTO, "--hosts", "2", "--", "sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert running.stdout is not None
+    with running, ended(running):
+        assert "started" in running.stdout.readline()
+        assert "started" in running.stdout.readline()
+        warden = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        running.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        stdout, stderr = running.communicate(timeout=10)
+        assert time.monotonic() - started < 5
+    assert running.returncode == 130
+    assert "0 bye" in stdout and "1 bye" in stdout
+    assert "Traceback" not in stderr
+    assert warden and not any(Path(f"/proc/{pid}").exists() for pid in warden)
+
+
+def test_a_link_is_cut_and_mended_from_another_terminal() -> None:
+    name = f"cut-{os.getpid()}"
+    ping = (
+        "import os, socket\n"
+        "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind(('', 7000)); s.settimeout(0.1)\n"
+        "other = ('10.81.0.%d' % (2 - int(os.environ['RANK'])), 7000); heard = None; changes = 0\n"
+        "while changes < 3:\n"
+        "    s.sendto(b'x', other)\n"
+        "    try: now = bool(s.recv(1))\n"
+        "    except TimeoutError: now = False\n"
+        "    if now != heard and (now or heard): heard = now; changes += 1; print(heard, flush=True)\n"
+        "for _ in range(20): s.sendto(b'x', other)\n"  # the other may not have heard us yet
+    )
+    running = subprocess.Popen(
+        [*STRETTO, "--hosts", "2", "--name", name, "--", sys.executable, "-c", ping], stdout=subprocess.PIPE, text=True
+    )
+    assert running.stdout is not None
+    with running, ended(running):
+        for heard, next_order in (("True", "cut"), ("False", "restore"), ("True", None)):
+            lines = [running.stdout.readline() for _ in range(2)]
+            assert sorted(lines) == [f"[host 0] {heard}\n", f"[host 1] {heard}\n"]
+            if next_order is not None:
+                assert stretto_lab(next_order, "1", "--name", name).returncode == 0
+        assert running.wait(10) == 0
+
+
+DDP = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.full((1000,), float(dist.get_rank() + 1))
+dist.all_reduce(x)
+assert x.eq(3).all()
+torch.manual_seed(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+model(torch.randn(3, 4)).sum().backward()
+weights = [torch.empty_like(model.module.weight) for _ in range(2)]
+dist.all_gather(weights, model.module.weight.grad)
+assert torch.equal(*weights)
+print("trained", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_plain_torch_script_with_ddp_runs_unchanged() -> None:
+    done = stretto_lab("--hosts", "2", "--rate", "1gbit", "--", sys.executable, "-c", DDP)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("trained") == 2

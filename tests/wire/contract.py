@@ -1,0 +1,384 @@
+"""What every wire must do. A test module inherits `WireContract` and says how a world of its wires is made.
+
+    class TestThreadsKeepTheContract(WireContract):
+        @contextmanager
+        def make_world(self, size): ...
+
+Each test is a program for one rank, run on all of them. Programs end with `Meeting`, so that nobody stops making
+progress while others still need an answer.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from stretto.errors import FrameError, PeerLost, WireTimeout
+from stretto.testing import run_threads, wait_for
+from stretto.wire.base import DigestMismatch, Handle, Tag, Wire
+
+MEETING_TOPIC = 1000
+SIZES = (0, 1, 7, 48, 1000, 40_000, 200_000)
+
+
+class Meeting:
+    """A barrier of control messages among the peers that are left."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._heard: Counter[int] = Counter()
+        self._round = 0
+        wire.listen(MEETING_TOPIC, lambda source, body: self._heard.update([source]))
+
+    def __call__(self, *without: int) -> None:
+        wire = self._wire
+        self._round += 1
+        peers = [rank for rank in range(wire.world_size) if rank != wire.rank and rank not in without]
+        for peer in peers:
+            wire.post(peer, MEETING_TOPIC, b"here")
+        progress_until(wire, lambda: all(self._heard[peer] >= self._round for peer in peers), "the meeting")
+
+
+def progress_until(wire: Wire, condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    deadline = wire.now() + timeout_s
+    while not condition():
+        if wire.now() > deadline:
+            raise WireTimeout(-1, what, timeout_s)
+        wire.progress(1.0)
+
+
+def body(source: int, target: int, index: int, num_bytes: int) -> bytes:
+    return random.Random(f"{source} {target} {index}").randbytes(num_bytes)
+
+
+def receive(wire: Wire, source: int, tag: Tag, num_bytes: int, dtype: int = 0) -> tuple[Handle, list[bytes]]:
+    arrived: list[bytes] = []
+    return wire.recv(source, tag, num_bytes, dtype, lambda view: arrived.append(bytes(view))), arrived
+
+
+def send(wire: Wire, to: int, tag: Tag, data: bytes, dtype: int = 0) -> Handle:
+    return wire.send(memoryview(bytearray(data)), to, tag, dtype)
+
+
+class WireContract:
+    def make_world(self, size: int) -> AbstractContextManager[Sequence[Wire]]:
+        raise NotImplementedError
+
+    def kill(self, wire: Wire) -> None:
+        """End a rank without a goodbye, from its own thread."""
+        wire.abandon()
+
+    def run(self, size: int, program: Callable[..., Any], *args: Any) -> list[Any]:
+        with self.make_world(size) as wires:
+            return run_threads(size, program, *args, wires=wires, timeout_s=30)
+
+    @pytest.mark.parametrize("size", [2, 3, 7])
+    def test_everybody_exchanges_messages_of_every_size_with_everybody(self, size: int) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            handles, arrived = [], {}
+            for peer in (rank for rank in range(size) if rank != wire.rank):
+                for index, num_bytes in enumerate(SIZES):
+                    tag = Tag(1, 5, index)
+                    handles.append(send(wire, peer, tag, body(wire.rank, peer, index, num_bytes)))
+                    handle, arrived[peer, index] = receive(wire, peer, tag, num_bytes)
+                    handles.append(handle)
+            wait_for(wire, *handles)
+            for (peer, index), got in arrived.items():
+                assert got == [body(peer, wire.rank, index, SIZES[index])]
+            meeting()
+
+        self.run(size, program)
+
+    def test_messages_are_matched_by_tag_whatever_their_order(self) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            if wire.rank == 0:
+                wait_for(wire, *(send(wire, 1, Tag(1, 0, index), bytes([index])) for index in range(10)))
+            else:
+                got = [receive(wire, 0, Tag(1, 0, index), 1) for index in reversed(range(10))]
+                wait_for(wire, *(handle for handle, _ in got))
+                assert [arrived for _, arrived in got] == [[bytes([index])] for index in reversed(range(10))]
+            meeting()
+
+        self.run(2, program)
+
+    def test_the_same_tag_from_two_peers_is_two_messages(self) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            if wire.rank == 0:
+                got = [receive(wire, peer, Tag(1, 0, 0), 1) for peer in (2, 1)]
+                wait_for(wire, *(handle for handle, _ in got))
+                assert [arrived for _, arrived in got] == [[b"\2"], [b"\1"]]
+            else:
+                wait_for(wire, send(wire, 0, Tag(1, 0, 0), bytes([wire.rank])))
+            meeting()
+
+        self.run(3, program)
+
+    def test_a_message_that_came_early_is_delivered_inside_recv(self) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            if wire.rank == 0:
+                wait_for(wire, send(wire, 1, Tag(1, 0, 0), b"early"))
+                meeting()
+            else:
+                meeting()  # whatever rank 0 sent before is here now
+                finished: list[Handle] = []
+                arrived: list[bytes] = []
+                handle = wire.recv(0, Tag(1, 0, 0), 5, 0, lambda view: arrived.append(bytes(view)), finished.append)
+                assert handle.done and handle.error is None
+                assert arrived == [b"early"] and finished == [handle]
+            meeting()
+
+        self.run(2, program)
+
+    def test_many_messages_of_many_collectives_are_under_way_at_once(self) -> None:
+        tags = [Tag(channel, sequence, index) for channel in (1, 2) for sequence in range(10) for index in range(10)]
+
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            peer = 1 - wire.rank
+            order = random.Random(wire.rank)
+            got = {tag: receive(wire, peer, tag, 20) for tag in order.sample(tags, len(tags))}
+            sent = [
+                send(wire, peer, tag, body(wire.rank, peer, hash(tag), 20)) for tag in order.sample(tags, len(tags))
+            ]
+            wait_for(wire, *sent, *(handle for handle, _ in got.values()))
+            for tag, (_, arrived) in got.items():
+                assert arrived == [body(peer, wire.rank, hash(tag), 20)]
+            meeting()
+
+        self.run(2, program)
+
+    def test_memory_may_be_used_again_once_the_send_is_done(self) -> None:
+        num_bytes = 300_000
+
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            peer = 1 - wire.rank
+            memory = bytearray(num_bytes)
+            for step in range(5):
+                memory[:] = bytes([wire.rank * 100 + step]) * num_bytes
+                sent = wire.send(memoryview(memory), peer, Tag(1, step, 0), 0)
+                handle, arrived = receive(wire, peer, Tag(1, step, 0), num_bytes)
+                wait_for(wire, sent, handle)
+                assert arrived == [bytes([peer * 100 + step]) * num_bytes]
+            meeting()
+
+        self.run(2, program)
+
+    def test_bytes_arrive_in_place_where_a_receive_only_copies(self) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            peer = 1 - wire.rank
+            for index, num_bytes in enumerate(SIZES):
+                target = bytearray(num_bytes)
+
+                def copy(view: memoryview, target: bytearray = target) -> None:
+                    target[:] = view
+
+                sent = send(wire, peer, Tag(1, 0, index), body(wire.rank, peer, index, num_bytes))
+                got = wire.recv(peer, Tag(1, 0, index), num_bytes, 0, copy, into=memoryview(target))
+                wait_for(wire, sent, got)
+                assert target == body(peer, wire.rank, index, num_bytes)
+            meeting()
+
+        self.run(2, program)
+
+    def test_a_send_calls_on_done_exactly_once(self) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            finished: list[Handle] = []
+            memory = memoryview(bytearray(200_000))
+            sent = wire.send(memory, 1 - wire.rank, Tag(1, 0, 0), 0, finished.append)
+            handle, _ = receive(wire, 1 - wire.rank, Tag(1, 0, 0), 200_000)
+            wait_for(wire, sent, handle)
+            meeting()
+            assert finished == [sent]
+
+        self.run(2, program)
+
+    def test_posts_are_heard_in_order_even_before_anybody_listens(self) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            for number in range(50):
+                wire.post(1 - wire.rank, 20 + number % 2, bytes([number]))
+            meeting()  # so they are all here, unheard
+            even: list[tuple[int, bytes]] = []
+            odd: list[tuple[int, bytes]] = []
+            wire.listen(20, lambda source, body: even.append((source, body)))
+            wire.listen(21, lambda source, body: odd.append((source, body)))
+            wire.post(1 - wire.rank, 20, b"last")
+            progress_until(wire, lambda: len(even) == 26 and len(odd) == 25, "posts")
+            peer = 1 - wire.rank
+            assert even == [(peer, bytes([number])) for number in range(0, 50, 2)] + [(peer, b"last")]
+            assert odd == [(peer, bytes([number])) for number in range(1, 50, 2)]
+            meeting()
+
+        self.run(2, program)
+
+    @pytest.mark.parametrize("early", [False, True], ids=["asked first", "came first"])
+    @pytest.mark.parametrize(
+        ("asked", "dtype", "digest", "error"),
+        [(99, 1, 7, FrameError), (101, 1, 7, FrameError), (0, 1, 7, FrameError), (100, 2, 7, FrameError)]
+        + [(100, 1, 8, DigestMismatch)],
+        ids=["shorter", "longer", "empty", "dtype", "digest"],
+    )
+    def test_a_message_that_is_not_what_was_asked_for_ends_the_receive(
+        self, asked: int, dtype: int, digest: int, error: type[Exception], early: bool
+    ) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            if wire.rank == 0:
+                if not early:
+                    meeting()
+                sent = send(wire, 1, Tag(1, 0, 0, 7), bytes(100), dtype=1)
+                wait_for(wire, sent)
+                if early:
+                    meeting()
+            else:
+                if early:
+                    meeting()
+                handle, arrived = receive(wire, 0, Tag(1, 0, 0, digest), asked, dtype)
+                if not early:
+                    meeting()
+                with pytest.raises(error) as caught:
+                    wait_for(wire, handle)
+                assert getattr(caught.value, "rank") == 0  # noqa: B009
+                assert arrived == []
+            meeting()
+            exchange_once(wire)  # the wire is as good as before
+            meeting()
+
+        self.run(2, program)
+
+    def test_a_killed_peer_is_lost_to_those_who_wait_and_to_no_others(self) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            told: list[PeerLost] = []
+            wire.on_lost(told.append)
+            meeting()
+            if wire.rank == 1:
+                self.kill(wire)
+                return
+            handle, arrived = receive(wire, 1, Tag(1, 0, 0), 10)
+            with pytest.raises(PeerLost) as caught:
+                wait_for(wire, handle)
+            assert caught.value.rank == 1 and arrived == []
+            progress_until(wire, lambda: bool(told), "on_lost")
+            assert [lost.rank for lost in told] == [1] and list(wire.lost) == [1]
+            after_the_loss(wire)
+            meeting(1)
+            exchange_once(wire, (0, 2))
+            meeting(1)
+            assert len(told) == 1
+
+        def after_the_loss(wire: Wire) -> None:
+            handle, _ = receive(wire, 1, Tag(1, 1, 0), 10)
+            sent = send(wire, 1, Tag(1, 1, 0), b"hello")
+            wire.post(1, 20, b"dropped")
+            for each in (handle, sent):
+                assert each.done and isinstance(each.error, PeerLost) and each.error.rank == 1
+
+        self.run(3, program)
+
+    def test_waiting_for_a_peer_that_said_goodbye_is_an_error_that_says_so(self) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            meeting()
+            if wire.rank == 1:
+                wait_for(wire, send(wire, 0, Tag(1, 0, 0), b"last words"))
+                wire.close()
+                wire.close()
+                return
+            handle, arrived = receive(wire, 1, Tag(1, 0, 0), 10)
+            wait_for(wire, handle)
+            assert arrived == [b"last words"]
+            nothing, _ = receive(wire, 1, Tag(1, 0, 1), 10)
+            with pytest.raises(PeerLost, match="left the job") as caught:
+                wait_for(wire, nothing)
+            assert caught.value.rank == 1 and 1 in wire.lost
+
+        self.run(2, program)
+
+    def test_nothing_of_a_cancelled_collective_touches_memory(self) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            if wire.rank == 0:
+                parked = send(wire, 1, Tag(1, 0, 0), b"parked")
+                other = send(wire, 1, Tag(1, 1, 0), b"other")
+                meeting()
+                meeting()  # rank 1 has cancelled
+                late = send(wire, 1, Tag(1, 0, 1), b"late")
+                wait_for(wire, parked, other, late)
+                meeting()
+                return
+            asked, arrived = receive(wire, 0, Tag(1, 0, 1), 4)
+            meeting()
+            wire.cancel(1, 0)
+            meeting()
+            meeting()
+            assert not asked.done and arrived == []
+            handle, kept = receive(wire, 0, Tag(1, 1, 0), 5)
+            wait_for(wire, handle)
+            assert kept == [b"other"]
+
+        self.run(2, program)
+
+    def test_another_thread_can_wake_a_blocked_progress(self) -> None:
+        def program(wire: Wire) -> None:
+            asleep = threading.Event()
+
+            def wake() -> None:
+                assert asleep.wait(10)
+                wire.wake()
+
+            waker = threading.Thread(target=wake)
+            waker.start()
+            asleep.set()
+            start = wire.now()
+            wire.progress(25.0)  # far beyond what a test may take, were it not woken
+            waker.join(10)
+            assert wire.now() - start <= 25.0
+
+        self.run(1, program)
+
+    def test_a_wake_before_progress_is_not_forgotten(self) -> None:
+        def program(wire: Wire) -> None:
+            wire.wake()
+            start = wire.now()
+            wire.progress(25.0)
+            assert wire.now() - start < 10.0
+
+        self.run(1, program)
+
+    def test_progress_returns_when_its_time_is_over(self) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            meeting()
+            handle, _ = receive(wire, 1 - wire.rank, Tag(1, 0, 0), 1)
+            start = wire.now()
+            with pytest.raises(WireTimeout) as caught:
+                wait_for(wire, handle, timeout_s=0.2)
+            assert caught.value.rank == 1 - wire.rank
+            assert 0.2 <= wire.now() - start < 10.0
+            wire.progress(0.0)
+            wire.cancel(1, 0)
+            meeting()
+
+        self.run(2, program)
+
+
+def exchange_once(wire: Wire, ranks: Sequence[int] = (0, 1)) -> None:
+    peer = ranks[1] if wire.rank == ranks[0] else ranks[0]
+    sent = send(wire, peer, Tag(9, 9, 9), bytes([wire.rank]))
+    handle, arrived = receive(wire, peer, Tag(9, 9, 9), 1)
+    wait_for(wire, sent, handle)
+    assert arrived == [bytes([peer])]

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.errors import ConfigurationError
+from stretto.wire.faults import Cut, Fault, Kill, Pause
+from stretto.wire.network_model import Exponential, Link, NetworkModel, NodeName
+from stretto.wire.virtual import Outgoing, OutOfBudget, Timer, VirtualNetwork
+from stretto.wire.virtual_network import Answer
+
+
+@dataclass
+class Beacon:
+    """Sends a number to each of its peers every second, and notes what it hears and when."""
+
+    peers: Sequence[NodeName]
+    count: int = 10
+    heard: list[tuple[float, NodeName, int]] = field(default_factory=list)
+    sent: int = 0
+
+    def on_start(self, now: float) -> Answer:
+        return [Timer("beat", 1.0)]
+
+    def on_message(self, now: float, source: NodeName, message: Any) -> Answer:
+        self.heard.append((round(now, 9), source, message))
+        return []
+
+    def on_timer(self, now: float, name: str) -> Answer:
+        if self.sent >= self.count:
+            return []
+        self.sent += 1
+        return [*(Outgoing(peer, self.sent) for peer in self.peers), Timer("beat", 1.0)]
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for _, _, number in self.heard]
+
+
+def pair(link: Link | None = None, faults: Sequence[Fault] = (), seed: int = 1, **options: Any) -> VirtualNetwork:
+    return VirtualNetwork(seed=seed, model=NetworkModel(link or Link(latency_s=0.25)), faults=faults, **options)
+
+
+def run_pair(network: VirtualNetwork, count: int = 10, until_s: float = 100.0) -> Beacon:
+    receiver = Beacon([])
+    network.add("a", Beacon(["b"], count))
+    network.add("b", receiver)
+    network.run(until_s)
+    network.assert_all_fired()
+    return receiver
+
+
+def test_messages_arrive_after_the_latency_of_their_link() -> None:
+    assert run_pair(pair(), count=2).heard == [(1.25, "a", 1), (2.25, "a", 2)]
+
+
+def test_bandwidth_counts_the_encoded_bytes_at_both_ends() -> None:
+    network = pair(Link(latency_s=1.0, bytes_per_s=10.0))
+    receiver = Beacon([])
+    network.add("b", receiver)
+    for name in ("x", "y"):
+        network.send(name, "b", bytes(18))  # msgpack: two bytes before these
+    network.run(100)
+    assert [time for time, _, _ in receiver.heard] == [3.0, 5.0]
+
+
+def test_lost_messages_do_not_arrive() -> None:
+    network = pair(Link(loss=0.5))
+    numbers = run_pair(network, count=50).numbers
+    assert len(numbers) == 50 - network.fired["loss"]
+    assert numbers == sorted(set(numbers))
+
+
+def test_duplicates_arrive_twice() -> None:
+    network = pair(Link(duplicate=0.5))
+    numbers = run_pair(network, count=50).numbers
+    assert len(numbers) == 50 + network.fired["duplicate"] and set(numbers) == set(range(1, 51))
+
+
+def test_reordered_messages_are_overtaken() -> None:
+    numbers = run_pair(pair(Link(reorder=0.3, hold_s=2.5)), count=50).numbers
+    assert numbers != sorted(numbers) and sorted(numbers) == list(range(1, 51))
+
+
+def test_jitter_reorders_too() -> None:
+    network = pair(Link(jitter=Exponential(3.0)))
+    numbers = run_pair(network, count=50).numbers
+    assert sorted(numbers) == list(range(1, 51)) and network.fired["reorder"] > 0
+
+
+def test_a_killed_node_hears_and_says_nothing_more() -> None:
+    assert run_pair(pair(faults=[Kill("b", at_s=3.0)])).numbers == [1, 2]
+    assert run_pair(pair(faults=[Kill("a", at_s=3.5)])).numbers == [1, 2, 3]
+
+
+def test_a_fault_can_come_at_the_nth_event() -> None:
+    network = pair(faults=[Kill("a", at_event=5)])
+    run_pair(network)
+    assert not network.is_alive("a") and network.is_alive("b")
+
+
+def test_a_node_can_come_back_under_its_name_with_an_empty_memory() -> None:
+    network = pair(faults=[Kill("b", at_s=3.0)])
+    again = Beacon([])
+    network.at(5.1, lambda: network.add("b", again))
+    assert run_pair(network).numbers == [1, 2]
+    assert again.numbers == [5, 6, 7, 8, 9, 10]
+
+
+def test_a_paused_node_takes_what_came_meanwhile_in_order_when_it_goes_on() -> None:
+    heard = run_pair(pair(faults=[Pause("b", at_s=2.5, for_s=3.0)]), count=6).heard
+    assert heard == [(1.25, "a", 1), (2.25, "a", 2), (5.5, "a", 3), (5.5, "a", 4), (5.5, "a", 5), (6.25, "a", 6)]
+
+
+def test_a_paused_nodes_timers_wait_as_well() -> None:
+    heard = run_pair(pair(faults=[Pause("a", at_s=1.5, for_s=3.0)]), count=3).heard
+    assert [time for time, _, _ in heard] == [1.25, 4.75, 5.75]
+
+
+def test_a_cut_drops_what_is_under_way_and_heals() -> None:
+    network = pair(faults=[Cut(("b",), at_s=2.1, for_s=2.0)])
+    assert run_pair(network, count=6).numbers == [1, 5, 6]  # 2 was under way, 3 and 4 were sent into the cut
+    assert sum(network.fired.values()) == 3
+
+
+def test_a_partition_leaves_each_side_whole() -> None:
+    names = ["a", "b", "c", "d"]
+    nodes = {name: Beacon([other for other in names if other != name], count=5) for name in names}
+    network = pair(faults=[Cut(("a", "b"), at_s=0.0)])
+    for name, node in nodes.items():
+        network.add(name, node)
+    network.run(100)
+    network.assert_all_fired()
+    assert {source for _, source, _ in nodes["a"].heard} == {"b"}
+    assert {source for _, source, _ in nodes["d"].heard} == {"c"}
+
+
+def test_a_timer_can_be_set_again_and_taken_back() -> None:
+    rung: list[tuple[float, str]] = []
+
+    class Timers(Beacon):
+        def on_start(self, now: float) -> Answer:
+            return [Timer("a", 1.0), Timer("a", 2.0), Timer("b", 1.5), Timer("c", 1.0), Timer("b", None)]
+
+        def on_timer(self, now: float, name: str) -> Answer:
+            rung.append((now, name))
+            return []
+
+    network = pair()
+    network.add(0, Timers([]))
+    network.run(10)
+    assert rung == [(1.0, "c"), (2.0, "a")]
+
+
+def test_run_until_stops_when_the_condition_holds() -> None:
+    network = pair()
+    receiver = Beacon([])
+    network.add("a", Beacon(["b"]))
+    network.add("b", receiver)
+    assert network.run_until(lambda: len(receiver.heard) == 3, until_s=100.0)
+    assert network.now == 3.25
+    assert not network.run_until(lambda: len(receiver.heard) == 30, until_s=50.0)
+    assert network.now == 50.0
+
+
+def test_nodes_that_answer_each_other_for_ever_run_out_of_events() -> None:
+    class Echo(Beacon):
+        def on_message(self, now: float, source: NodeName, message: Any) -> Answer:
+            return [Outgoing(source, message)]
+
+    network = pair(Link())
+    network.add("a", Echo([]))
+    network.add("b", Echo([]))
+    network.send("a", "b", "ping")
+    with pytest.raises(OutOfBudget, match="1000 events by virtual time 0 s"):
+        network.run(1.0, max_events=1000)
+
+
+def test_a_fault_without_effect_is_told() -> None:
+    network = pair(faults=[Cut(("b",), at_s=50.0, for_s=1.0)])
+    network.add("a", Beacon(["b"]))
+    network.run(100)
+    with pytest.raises(AssertionError, match="no effect: Cut"):
+        network.assert_all_fired()
+
+
+def test_a_name_means_one_node() -> None:
+    network = pair()
+    network.add("a", Beacon([]))
+    with pytest.raises(ConfigurationError, match="is alive"):
+        network.add("a", Beacon([]))
+
+
+STORMY = Link(latency_s=0.1, bytes_per_s=1e4, jitter=Exponential(0.5), loss=0.1, duplicate=0.1, reorder=0.1, hold_s=1.0)
+
+
+def storm(seed: int) -> str:
+    faults: list[Fault] = [Kill("c", at_s=8.0), Pause("b", at_s=3.0, for_s=2.0), Cut(("a",), at_s=5.0, for_s=2.0)]
+    network = pair(STORMY, faults, seed)
+    for name in "abcd":
+        network.add(name, Beacon([other for other in "abcd" if other != name], count=20))
+    network.run(100)
+    network.assert_all_fired()
+    return network.trace.hexdigest()
+
+
+def test_one_seed_gives_one_history_and_another_seed_another() -> None:
+    assert storm(5) == storm(5) != storm(6)
+
+
+def test_the_history_is_the_same_in_another_process() -> None:
+    here = Path(__file__).parent
+    command = f"import sys; sys.path.insert(0, {str(here)!r}); from test_virtual_network import storm; print(storm(5))"
+    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(sys.path)}
+    answer = subprocess.run(
+        [sys.executable, "-c", command], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert answer.stdout.strip() == storm(5)
