@@ -6,9 +6,9 @@ context. There is no module-level group.
 
 from __future__ import annotations
 
-import atexit
 import sys
 from contextvars import ContextVar
+from multiprocessing.util import Finalize
 from typing import Any, Literal
 
 import torch
@@ -41,8 +41,10 @@ def init(*, timeouts: Timeouts | None = None, wire: WireName = "auto") -> Job:
     if timeouts is None:
         timeouts = Timeouts() if launch.timeout_s is None else Timeouts.of(launch.timeout_s)
     job = join(launch, timeouts, wire)
+    # Not atexit: that would also run in forked children, and say goodbye in our name. This belongs to this process alone, and
+    # also runs at the end of processes that multiprocessing made.
+    job.at_exit = Finalize(job, _leave_at_exit, (job,), exitpriority=100)
     _job.set(job)
-    atexit.register(_leave_at_exit, job)
     return job
 
 
@@ -56,7 +58,8 @@ def shutdown() -> None:
     job = _job.get()
     if job is not None:
         job.close(goodbye=True)
-        atexit.unregister(_leave_at_exit)
+        if job.at_exit is not None:
+            job.at_exit.cancel()
         _job.set(None)
 
 

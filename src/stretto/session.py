@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import time
 from collections import Counter
-from typing import Any, Literal
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -19,7 +23,7 @@ from stretto.errors import ConfigurationError
 from stretto.job.detect import Launch
 from stretto.job.introduce import farewell, introduce, local_address, settle
 from stretto.job.membership import Peer
-from stretto.plan.choose import Choices, choose
+from stretto.plan.choose import Choices, Trial, choose, trials
 from stretto.plan.network import LinkEstimate, measure, slowest
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
@@ -31,6 +35,9 @@ WIRES: tuple[str, ...] = ("auto", "tcp", "zeromq", "gloo", "nccl")
 LARGE_BYTES = 1 << 20  # from here on broadcast and all-gather use the plans that send least
 MAX_OBJECT_BYTES = 1 << 30
 PUBLIC_CHANNEL = 1
+TRIES = 4  # of each algorithm that `auto` tries out; the first one warms up
+
+T = TypeVar("T")
 
 log = logging.getLogger("stretto")
 
@@ -48,6 +55,7 @@ class Job:
         self.local_rank = launch.local_rank
         self.choices: Choices | None = None
         self.closed = False
+        self.at_exit: Finalize | None = None
         self._communication = None if wire is None else CommunicationThread(Communicator(wire, timeouts))
         self._staging = Staging()
         self._sequence = 0
@@ -131,7 +139,7 @@ class Job:
         wire = self.wire
         if not isinstance(wire, TorchGroupWire):
             raise ConfigurationError(
-                'all_reduce(algorithm="native") is the torch backend\'s own collective, and this job runs on stretto\'s own wire.\n'
+                'all_reduce(algorithm="native") is the torch backend\'s own collective, and this job runs on another wire.\n'
                 'Start it with stretto.init(wire="gloo") or stretto.init(wire="nccl"), or use algorithm="auto".'
             )
         self._check_open()
@@ -150,11 +158,29 @@ class Job:
         return self.choices.algorithm(num_bytes)
 
     def _make_choices(self) -> Choices:
+        group = self.workers_per_host
         mine = measure(self.world_size, self.barrier, lambda probe: self.run(Kind.ALL_REDUCE, probe, "ring"))
         everybody = [msgspec.convert(one, LinkEstimate) for one in self.gather_object(msgspec.to_builtins(mine))]
-        decided = choose(self.world_size, slowest(everybody), DEFAULT_SEGMENT_BYTES, self.workers_per_host)
-        # All have computed the same from the same numbers; rank 0's table is used, should a rounding differ between machines.
-        return msgspec.convert(self.gather_object(msgspec.to_builtins(decided))[0], Choices)
+        link = slowest(everybody)
+        # Everybody computes the same from the same numbers; rank 0's word counts, should a rounding differ between machines.
+        wanted = self._as_rank_0(trials(self.world_size, link, DEFAULT_SEGMENT_BYTES, group), list[Trial])
+        seconds = [self._try_out(trial) for trial in wanted]
+        slowest_rank = [max(times) for times in zip(*self.gather_object(seconds), strict=True)]
+        tried = dict(zip(wanted, slowest_rank, strict=True))
+        return self._as_rank_0(choose(self.world_size, link, DEFAULT_SEGMENT_BYTES, group, tried), Choices)
+
+    def _as_rank_0(self, value: T, kind: type[T]) -> T:
+        return msgspec.convert(self.gather_object(msgspec.to_builtins(value))[0], kind)
+
+    def _try_out(self, trial: Trial) -> float:
+        probe = torch.zeros(trial.num_bytes // 4)
+        times = []
+        for _ in range(TRIES):
+            self.barrier()
+            begin = time.perf_counter()
+            self.run(Kind.ALL_REDUCE, probe, trial.algorithm)
+            times.append(time.perf_counter() - begin)
+        return min(times)
 
     @property
     def workers_per_host(self) -> int:
@@ -194,6 +220,8 @@ class Job:
                 self.wire.close()
             else:
                 self.wire.abandon()
+            if self.launch.ledger is not None:
+                Path(self.launch.ledger).write_bytes(msgspec.json.encode({"bytes_sent": self.wire.bytes_sent}))
         if goodbye:
             farewell(self.launch)
 
@@ -217,7 +245,7 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
             'Use wire="zeromq" (or "auto"), or, on a network that you trust, set STRETTO_ENCRYPT=off on every node.'
         )
     else:
-        ours = TcpWire(launch.rank, launch.world_size, **common)
+        ours = TcpWire(launch.rank, launch.world_size, write_in_thread=_processors_to_spare(launch), **common)
     try:
         peers = introduce(launch, ours.address, timeouts)
         ours.connect(peers)
@@ -230,3 +258,8 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
 
         whole = TorchGroupWire(ours, torch_group(wire, launch.rank, launch.world_size))
     return Job(launch, peers, whole, timeouts)
+
+
+def _processors_to_spare(launch: Launch) -> bool:
+    """Whether each worker of this host has a processor for training, one for communication, and one more."""
+    return len(os.sched_getaffinity(0)) >= 3 * launch.local_world_size

@@ -1,4 +1,4 @@
-"""Tests marked `root` need namespaces: as root, or as a user the system lets have user namespaces. Elsewhere they are skipped."""
+"""Tests marked `root` need namespaces: as root, or with user namespaces. Elsewhere they are skipped with the reason."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def alive(pid: int) -> bool:
 
 
 def test_hosts_have_names_addresses_and_variables_of_their_own() -> None:
-    script = 'echo "$(hostname) $RANK/$WORLD_SIZE $STRETTO_RANK $MASTER_ADDR"; grep -c eth0 /proc/net/dev; getent hosts host1'
+    script = 'echo "$(hostname) $RANK/$WORLD_SIZE $STRETTO_RANK $MASTER_ADDR"; grep -c eth0 /proc/net/dev; '
+    script += "getent hosts host1"
     with Lab(hosts=3) as lab:
         results = lab.run(["sh", "-c", script], timeout_s=20, coordinator=False)
         addresses = [lab.address(host) for host in range(3)]

@@ -20,7 +20,13 @@ from stretto.lab.slow import PERIOD_S, DutyCycle, parse_slow
 
 @pytest.mark.parametrize(
     ("text", "bytes_per_s"),
-    [("1gbit", 125_000_000), ("100mbit", 12_500_000), ("10Gbit", 1_250_000_000), ("500kbit", 62_500), ("2.5 gbit", 312_500_000)],
+    [
+        ("1gbit", 125_000_000),
+        ("100mbit", 12_500_000),
+        ("10Gbit", 1_250_000_000),
+        ("500kbit", 62_500),
+        ("2.5 gbit", 312_500_000),
+    ],
 )
 def test_a_rate_is_read_as_bits_per_second(text: str, bytes_per_s: int) -> None:
     assert parse_rate(text) == bytes_per_s
@@ -120,7 +126,12 @@ def test_garbage_and_oversized_messages_are_refused_and_their_descriptors_closed
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         opened = len(os.listdir("/proc/self/fd"))
-        for data in (b"\xff\x00", b"{}", b'{"id":1,"request":{"type":"Cut","host":"x"}}', b" " * (messages.MAX_BYTES + 1)):
+        for data in (
+            b"\xff\x00",
+            b"{}",
+            b'{"id":1,"request":{"type":"Cut","host":"x"}}',
+            b" " * (messages.MAX_BYTES + 1),
+        ):
             socket.send_fds(ours, [data], [0, 1])
             with pytest.raises(msgspec.DecodeError):
                 messages.receive(theirs, messages.LINK_ENVELOPE)

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
-from contract import Meeting, WireContract, progress_until, receive, send
 
 from stretto.errors import ConfigurationError, PeerLost, WireError
 from stretto.testing import run_threads, wait_for
@@ -13,6 +12,7 @@ from stretto.wire.base import Tag, Wire
 from stretto.wire.frames import HEADER_BYTES
 from stretto.wire.in_process import BufferChanged, WireKilled
 from stretto.wire.threads import ThreadsWire, threads_world
+from wire.contract import Meeting, WireContract, progress_until, receive, send
 
 TAG = Tag(1, 0, 0)
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from contract import Meeting, WireContract, receive, send
 
 from stretto.collectives.plan import chunk_start
 from stretto.errors import ConfigurationError, PeerLost, WireError, WireTimeout
@@ -16,6 +15,7 @@ from stretto.wire.faults import Cut, Fault, Kill, Pause
 from stretto.wire.in_process import BufferChanged
 from stretto.wire.network_model import Constant, Exponential, Link, LogNormal, NetworkModel, Uniform
 from stretto.wire.virtual import OutOfBudget, VirtualDeadlock, VirtualWire, virtual_world
+from wire.contract import Meeting, WireContract, receive, send
 
 TAG = Tag(1, 0, 0)
 ALPHA, RATE = 5e-5, 1.25e8

@@ -216,8 +216,7 @@ def test_one_seed_gives_one_history_and_another_seed_another() -> None:
 
 
 def test_the_history_is_the_same_in_another_process() -> None:
-    here = Path(__file__).parent
-    command = f"import sys; sys.path.insert(0, {str(here)!r}); from test_virtual_network import storm; print(storm(5))"
+    command = f"import runpy; print(runpy.run_path({str(Path(__file__))!r})['storm'](5))"
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(sys.path)}
     answer = subprocess.run(
         [sys.executable, "-c", command], env=environment, capture_output=True, text=True, timeout=60, check=True

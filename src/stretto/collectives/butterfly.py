@@ -8,7 +8,7 @@ After round k each rank holds the sum over the 2^(k+1) ranks that differ from it
 first.
 
 Cost:      h(alpha + m beta + m gamma), the least possible number of rounds; with a fold, 2 alpha + 2 m beta + m gamma
-           more.
+           more. A local copy per round.
 Invariant: partners compute a+b and b+a, which are the same bits, so after round k all 2^(k+1) ranks agree; after the
            last, all. Sitting-out ranks are sent a copy.
 Reference: Thakur, Rabenseifner and Gropp, 2005 (recursive doubling).
@@ -17,7 +17,7 @@ Reference: Thakur, Rabenseifner and Gropp, 2005 (recursive doubling).
 from __future__ import annotations
 
 from stretto.collectives.fold import Fold
-from stretto.collectives.plan import Kind, Operation, Plan, Recv, Send
+from stretto.collectives.plan import Buffer, Kind, Local, Operation, Plan, Recv, Send
 
 
 def butterfly(rank: int, size: int) -> Plan:
@@ -34,6 +34,8 @@ def _exchanges(fold: Fold, rounds: int) -> list[Operation]:
         for level in range(rounds):
             partner = fold.world_rank(fold.core_rank ^ (1 << level))
             step = fold.first_core_step + level
-            # The send reads the accumulator before the receive adds to it: program order on the chunk.
-            operations += [Send(step, partner, 0, 1), Recv(step, partner, 0, 1, add=True)]
+            # What is sent is set aside first, so that the receive need not wait for the send to be done: on a wire where a
+            # send is done only when it is received, partners would wait for each other.
+            operations.append(Local(step, Buffer.DATA, Buffer.WORK, 0, 1))
+            operations += [Send(step, partner, 0, 1, Buffer.WORK), Recv(step, partner, 0, 1, add=True)]
     return operations

@@ -4,10 +4,10 @@ Each collective is a schedule (`schedule.py`) with its own tag (channel, sequenc
 collectives, and a late one blocks nothing but itself. A task starts when the tasks it waits for are done; a message that arrives
 is added or copied straight from the wire's memory.
 
-Who is ready. A rank that begins a collective of more than `EAGER_BYTES` tells the ranks it will receive from; they send only then.
-So large data never arrives unasked (memory stays bounded by the caller's own tensors), and ranks that disagree find out before
-any of it is sent. Smaller collectives are sent at once, at most `EAGER_AHEAD` of them ahead of a receiver; then the sender knocks
-and waits until the receiver has begun.
+Who is ready. A rank that begins a collective of more than `EAGER_BYTES` tells the ranks it will receive from; they send only
+then. So large data never arrives unasked (memory stays bounded by the caller's own tensors), and ranks that disagree find out
+before any of it is sent. Smaller collectives are sent at once, at most `EAGER_AHEAD` of them ahead of a receiver; then the
+sender knocks and waits until the receiver has begun.
 
 What goes wrong goes wrong everywhere. The rank that finds a failure tells all others whom it blames, so every rank raises the
 same error with the same culprit:
@@ -34,15 +34,15 @@ import msgspec
 import torch
 
 from stretto.collectives.plan import Buffer, Kind, Plan
-from stretto.collectives.reduction import Accumulator, dtype_code, dtype_name
-from stretto.collectives.schedule import Action, Schedule, Task, compile_plan
+from stretto.collectives.reduction import Accumulator, check_op, dtype_code, dtype_name
+from stretto.collectives.schedule import Action, Schedule, Task, check_length, compile_plan
 from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, WireError, WireTimeout
 from stretto.timeouts import Timeouts
 from stretto.wire.base import DigestMismatch, Handle, Tag, Wire
 
 EAGER_BYTES: Final = 64 << 10
 EAGER_AHEAD: Final = 256
-DEFAULT_SEGMENT_BYTES: Final = 1 << 20
+DEFAULT_SEGMENT_BYTES: Final = 2 << 20
 ASK_S: Final = 1.0  # how long to wait for others' answers before a verdict
 HISTORY: Final = 512
 
@@ -84,6 +84,7 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     begun: bool
     waiting_for: list[int]
+    belief: str  # empty: not begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,14 @@ class Request:
     channel: int = 0
     sequence: int = 0
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work in the caller's thread, before anything is sent."""
+        plan = self.plan
+        dtype_code(self.tensor.dtype)
+        if plan.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
+            check_op(self.op, self.tensor.dtype)
+        check_length(plan, self.tensor.numel())
 
     @property
     def name(self) -> Name:
@@ -146,8 +155,8 @@ class _Run:
 
     __slots__ = (
         "accumulators", "answers", "asked_at", "beliefs", "belief", "code", "communicator", "counts", "digest", "disputed_at",
-        "eager", "held", "name", "opened", "pending", "pumping", "ready", "remaining", "request", "schedule", "started_at",
-        "touched_at", "warned_at",
+        "eager", "held", "name", "opened", "pending", "probed", "pumping", "ready", "remaining", "request", "schedule",
+        "started_at", "touched_at", "warned_at",
     )  # fmt: skip
 
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
@@ -171,6 +180,7 @@ class _Run:
         self.accumulators = communicator.buffers_for(request, self.schedule)
         self.started_at = self.touched_at = self.warned_at = now
         self.asked_at: float | None = None
+        self.probed = False
         self.answers: dict[int, State] = {}
         self.disputed_at: float | None = None
         self.beliefs: dict[int, str] = {}
@@ -215,7 +225,10 @@ class _Run:
     def _consume(self, task: Task, incoming: memoryview) -> None:
         accumulator = self.accumulators[task.buffer]
         if task.add:
-            accumulator.combine(task.start, task.stop, incoming, final=task.final)
+            # Partners that exchange their sums must compute the same expression to get the same bits: -0.0 and 0.0, or two
+            # NaNs, do not commute. (Additions in WORK follow the order of ranks already.)
+            lower_first = task.buffer is Buffer.DATA and task.peer < self.communicator.wire.rank
+            accumulator.combine(task.start, task.stop, incoming, final=task.final, arrived_first=lower_first)
         elif incoming.nbytes:
             accumulator.copy_in(task.start, task.stop, incoming)
 
@@ -293,9 +306,12 @@ class Communicator:
     def begin(self, pending: Pending) -> None:
         request = pending.request
         name = request.name
-        doom = self._doomed.pop(name, None) or self._lost_before(request)
+        told = self._doomed.pop(name, None)
+        doom = told or self._lost_before(request)
         if doom is not None:
-            self._history[name] = request.belief
+            self._remember(name, request.belief)
+            if told is None:
+                self._tell_failed(name, doom)  # others may not have lost that peer, and would wait for us
             pending.finish(doom)
             return
         run = _Run(self, pending, self.wire.now())
@@ -344,14 +360,20 @@ class Communicator:
 
     def _end(self, run: _Run, error: StrettoError | None) -> None:
         del self._runs[run.name]
-        self._history[run.name] = run.belief
-        while len(self._history) > HISTORY:
-            del self._history[next(iter(self._history))]
+        self._remember(run.name, run.belief)
         if error is not None:
             self.wire.cancel(*run.name)
         elif run.schedule.needs_work_buffer:
             self._give_back(run.accumulators[Buffer.WORK].flat)
         run.pending.finish(error)
+
+    def _remember(self, name: Name, belief: str) -> None:
+        """What ended here, for peers that ask later."""
+        self._history[name] = belief
+        while len(self._history) > HISTORY:
+            oldest = next(iter(self._history))
+            del self._history[oldest]
+            self._disputes.pop(oldest, None)
 
     def buffers_for(self, request: Request, schedule: Schedule) -> list[Accumulator]:
         scale = 1.0 / request.plan.size if request.op == "mean" and request.plan.size > 1 else None
@@ -401,7 +423,7 @@ class Communicator:
         elif name not in self._history:
             self._begun.setdefault(name, {})[source] = begun.belief
         elif self._history[name] != begun.belief:
-            self._tell_belief(name, self._history[name])
+            self._disagree_afterwards(name, source, begun.belief)
         for run in list(self._runs.values()):
             if run.eager and source in run.held:
                 self._release(run, source)
@@ -421,11 +443,10 @@ class Communicator:
 
     # -- ranks that disagree ------------------------------------------------------------------------------------------
 
-    def _tell_belief(self, name: Name, belief: str) -> None:
-        body = msgspec.msgpack.encode(Begun(*name, belief))
+    def _tell_everybody(self, topic: int, body: bytes) -> None:
         for rank in range(self.wire.world_size):
             if rank != self.wire.rank:
-                self.wire.post(rank, TOPIC_BELIEF, body)
+                self.wire.post(rank, topic, body)
 
     def _on_belief(self, source: int, body: bytes) -> None:
         news = _decode(source, body, Begun)
@@ -435,12 +456,25 @@ class Communicator:
         if name in self._runs:
             self._heard_belief(self._runs[name], source, news.belief)
         elif name in self._history:
-            self._disputes.setdefault(name, {})
-            if source not in self._disputes[name]:
-                self._disputes[name][source] = news.belief
-                self._tell_belief(name, self._history[name])
+            self._disagree_afterwards(name, source, news.belief)
         else:
             self._disputes.setdefault(name, {})[source] = news.belief
+
+    def _disagree_afterwards(self, name: Name, source: int, belief: str) -> None:
+        """A dispute about what has ended here: answer each peer once. A rank that only had to send (the root of a small
+        broadcast) has returned by then: all that is left is to say so."""
+        heard = self._disputes.setdefault(name, {})
+        if source in heard:
+            return
+        ours = self._history[name]
+        if belief != ours and all(other == ours for other in heard.values()):  # else it was said, or raised, before
+            log.error(
+                "rank %d had done its part of a collective when rank %d disagreed about it:\n  rank %d: %s\n  rank %d: %s\n"
+                "All ranks must make the same calls in the same order, with tensors of the same length and dtype.",
+                self.wire.rank, source, self.wire.rank, ours, source, belief,
+            )  # fmt: skip
+        heard[source] = belief
+        self.wire.post(source, TOPIC_BELIEF, msgspec.msgpack.encode(Begun(*name, ours)))
 
     def _heard_belief(self, run: _Run, source: int, belief: str) -> None:
         run.beliefs[source] = belief
@@ -450,9 +484,8 @@ class Communicator:
         if run.disputed_at is None:
             run.disputed_at = self.wire.now()
             self._next_check = 0.0
-            self._tell_belief(run.name, run.belief)
-        others = self.wire.world_size - 1 - len(self.wire.lost)
-        if len(run.beliefs) >= others:
+            self._tell_everybody(TOPIC_BELIEF, msgspec.msgpack.encode(Begun(*run.name, run.belief)))
+        if len(run.beliefs) >= len(self._others()):
             self._settle(run)
 
     def _settle(self, run: _Run) -> None:
@@ -468,6 +501,7 @@ class Communicator:
             + "\nAll ranks must make the same calls in the same order, with tensors of the same length and dtype."
         )
         self._end(run, RankMismatch(text))
+        self._disputes[run.name] = run.beliefs
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
@@ -484,12 +518,12 @@ class Communicator:
         if run.pending.done:
             return
         self._end(run, error)
-        failed = _as_failed(run.name, error)
+        self._tell_failed(run.name, error)
+
+    def _tell_failed(self, name: Name, error: StrettoError) -> None:
+        failed = _as_failed(name, error)
         if failed is not None:
-            body = msgspec.msgpack.encode(failed)
-            for rank in range(self.wire.world_size):
-                if rank != self.wire.rank:
-                    self.wire.post(rank, TOPIC_FAILED, body)
+            self._tell_everybody(TOPIC_FAILED, msgspec.msgpack.encode(failed))
 
     def _on_failed(self, source: int, body: bytes) -> None:
         failed = _decode(source, body, Failed)
@@ -521,19 +555,27 @@ class Communicator:
                 self._settle(run)
             return
         silent_s = now - run.touched_at
+        if silent_s > ASK_S and not run.probed:
+            run.probed = True
+            self._probe(run)
         if run.asked_at is not None:
-            if now - run.asked_at > ASK_S or len(run.answers) == self.wire.world_size - 1 - len(self.wire.lost):
+            if now - run.asked_at > ASK_S or len(run.answers) >= len(self._others()):
                 self._verdict(run, silent_s)
         elif silent_s > self.timeouts.arrive_s or now - max(run.warned_at, run.touched_at) > self.timeouts.warn_s:
             self._ask(run, now)
 
+    def _probe(self, run: _Run) -> None:
+        """Ask those we wait for what they are doing. Ranks in different collectives may each wait for a message that the other
+        never sends, so that no digest meets another; among ranks that agree nobody waits in a circle, so somebody who waits for
+        a rank that disagrees finds out here."""
+        body = msgspec.msgpack.encode(Ask(*run.name))
+        for rank in run.waiting_for():
+            self.wire.post(rank, TOPIC_ASK, body)
+
     def _ask(self, run: _Run, now: float) -> None:
         run.asked_at = now
         run.answers.clear()
-        body = msgspec.msgpack.encode(Ask(*run.name))
-        for rank in range(self.wire.world_size):
-            if rank != self.wire.rank:
-                self.wire.post(rank, TOPIC_ASK, body)
+        self._tell_everybody(TOPIC_ASK, msgspec.msgpack.encode(Ask(*run.name)))
 
     def _on_ask(self, source: int, body: bytes) -> None:
         ask = _decode(source, body, Ask)
@@ -541,16 +583,19 @@ class Communicator:
             return
         name = (ask.channel, ask.sequence)
         run = self._runs.get(name)
-        begun = run is not None or name in self._history
-        state = State(*name, begun, run.waiting_for() if run is not None else [])
+        belief = run.belief if run is not None else self._history.get(name, "")
+        state = State(*name, belief != "", run.waiting_for() if run is not None else [], belief)
         self.wire.post(source, TOPIC_STATE, msgspec.msgpack.encode(state))
 
     def _on_state(self, source: int, body: bytes) -> None:
         state = _decode(source, body, State)
-        if state is not None:
-            run = self._runs.get((state.channel, state.sequence))
-            if run is not None and run.asked_at is not None:
-                run.answers[source] = state
+        run = None if state is None else self._runs.get((state.channel, state.sequence))
+        if state is None or run is None:
+            return
+        if state.belief not in ("", run.belief):
+            self._heard_belief(run, source, state.belief)
+        elif run.asked_at is not None:
+            run.answers[source] = state
 
     def _verdict(self, run: _Run, silent_s: float) -> None:
         run.asked_at = None
@@ -565,7 +610,7 @@ class Communicator:
 
     def _culprits(self, run: _Run) -> list[int]:
         """Who holds it up: ranks that have not begun; else those that do not answer; else those everybody waits for."""
-        others = [rank for rank in range(self.wire.world_size) if rank != self.wire.rank and rank not in self.wire.lost]
+        others = self._others()
         absent = [rank for rank in others if rank in run.answers and not run.answers[rank].begun]
         if absent:
             return absent
@@ -573,6 +618,12 @@ class Communicator:
         if mute:
             return mute
         return run.waiting_for() or others or [self.wire.rank]
+
+    def _others(self) -> list[int]:
+        """Who can be asked: all that are neither lost nor have left."""
+        wire = self.wire
+        everybody = range(wire.world_size)
+        return [rank for rank in everybody if rank not in (wire.rank, *wire.lost) and not wire.said_goodbye(rank)]
 
 
 def _decode(source: int, body: bytes, kind: type[T]) -> T | None:
@@ -629,6 +680,7 @@ class CommunicationThread:
         self._submitted: deque[Pending] = deque()
         self._calls: deque[_Call] = deque()
         self._stopping = False
+        self._ended = False
         self._broken: StrettoError | None = None
         self._thread = threading.Thread(target=self._run, name="stretto-communication", daemon=True)
         self._thread.start()
@@ -640,7 +692,7 @@ class CommunicationThread:
             return pending
         self._submitted.append(pending)
         self.communicator.wire.wake()
-        if not self._thread.is_alive():  # it may have ended between the two lines above: nobody will look at it
+        if self._ended and not pending.done:  # set before what is left was failed for the last time: nobody will look at it
             pending.finish(self._broken or StrettoError("the job was shut down"))
         return pending
 
@@ -673,6 +725,7 @@ class CommunicationThread:
             log.exception("the communication thread failed")
             self._broken = StrettoError(f"the communication thread failed: {error!r}")
             self._broken.__cause__ = error
+        self._ended = True
         self._fail_all(self._broken or StrettoError("the job was shut down while this collective was under way"))
 
     def _fail_all(self, error: StrettoError) -> None:

@@ -94,20 +94,26 @@ class Accumulator:
     def copy_in(self, start: int, stop: int, incoming: memoryview) -> None:
         np.copyto(self.raw[start * self.itemsize : stop * self.itemsize], np.frombuffer(incoming, np.uint8))
 
-    def combine(self, start: int, stop: int, incoming: memoryview, *, final: bool) -> None:
+    def combine(
+        self, start: int, stop: int, incoming: memoryview, *, final: bool, arrived_first: bool = False
+    ) -> None:
+        """`arrived_first`: op(arrived, mine), not op(mine, arrived). They differ for signed zeros and NaNs."""
         if self._numbers is not None:
             target = self._numbers[start:stop]
-            self._ufunc(target, np.frombuffer(incoming, target.dtype), out=target)
+            arrived = np.frombuffer(incoming, target.dtype)
+            self._ufunc(*((arrived, target) if arrived_first else (target, arrived)), out=target)
             if final and self.scale is not None:
                 np.multiply(target, target.dtype.type(self.scale), out=target)
         else:
-            self._combine_in_torch(start, stop, incoming, final=final)
+            self._combine_in_torch(start, stop, incoming, final=final, arrived_first=arrived_first)
 
-    def _combine_in_torch(self, start: int, stop: int, incoming: memoryview, *, final: bool) -> None:
+    def _combine_in_torch(
+        self, start: int, stop: int, incoming: memoryview, *, final: bool, arrived_first: bool
+    ) -> None:
         target = self.flat[start:stop]
         # torch refuses memory that it may not write to, which arriving bytes are: one copy into memory of our own
         arrived = torch.from_numpy(np.frombuffer(incoming, np.uint8).copy()).view(target.dtype)
-        _TORCH_OPS[self._op](target, arrived, out=target)
+        _TORCH_OPS[self._op](*((arrived, target) if arrived_first else (target, arrived)), out=target)
         if final and self.scale is not None:
             target.mul_(self.scale)
 

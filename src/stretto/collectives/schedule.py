@@ -8,7 +8,9 @@ comes first in program order, both touch a common element of the same buffer, an
     copy   writes  its range          local  reads one buffer, writes the other
 
 That is all the order there is. Segments of a later round therefore travel while earlier rounds are still under way (pipelining),
-with no barrier between rounds. Compiled once per (plan, length, item size, segment), kept, and only read while running.
+with no barrier between rounds. Only an empty vector has no elements to order it: its messages, empty too, are sent all the same
+and go round by round, as a barrier's do, so that a rank whose tensor is empty while the others' are not is found out.
+Compiled once per (plan, length, item size, segment), kept, and only read while running.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from stretto.collectives.plan import Buffer, Kind, Local, Operation, Plan, Recv, Send, chunk_start
+from stretto.errors import ConfigurationError
 
 
 class Action(enum.IntEnum):
@@ -55,8 +58,9 @@ class Schedule:
 
 def compile_plan(plan: Plan, num_elements: int, segment_elements: int) -> Schedule:
     """Cut `plan` for a vector of `num_elements` into messages of at most `segment_elements`, and order them."""
+    check_length(plan, num_elements)
     tasks = _cut(plan, num_elements, max(1, segment_elements))
-    if plan.kind is Kind.BARRIER:
+    if plan.kind is Kind.BARRIER or num_elements == 0:
         edges = _round_by_round(plan)
     else:
         tasks, edges = _mark_final(plan, tasks, num_elements), _data_dependencies(tasks)
@@ -76,13 +80,23 @@ def compile_plan(plan: Plan, num_elements: int, segment_elements: int) -> Schedu
     )
 
 
+def check_length(plan: Plan, num_elements: int) -> None:
+    """Refuse a vector that this plan cannot cut."""
+    if plan.kind is Kind.ALL_TO_ALL and num_elements % plan.num_chunks:
+        raise ConfigurationError(
+            f"{plan.kind.value} of {num_elements} elements among {plan.size} ranks: every rank gives every other an equal part, "
+            f"and {num_elements} is not a multiple of {plan.size}.\n"
+            f"Pad the tensor to {-(-num_elements // plan.size) * plan.size} elements."
+        )
+
+
 def _cut(plan: Plan, num_elements: int, segment: int) -> list[Task]:
     tasks: list[Task] = []
     counters: dict[tuple[type, int], int] = defaultdict(int)
     for operation in plan.operations:
         start = chunk_start(operation.lo, num_elements, plan.num_chunks)
         stop = chunk_start(operation.hi, num_elements, plan.num_chunks)
-        if start == stop and plan.kind is not Kind.BARRIER:
+        if start == stop and num_elements and plan.kind is not Kind.BARRIER:
             continue  # an empty chunk: neither side sends it
         # A transposition receives a chunk at another place than it was sent from: there both ends count from its start.
         origin = start if plan.kind is Kind.ALL_TO_ALL else 0

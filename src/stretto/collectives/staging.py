@@ -1,9 +1,11 @@
 """Tensors that a wire cannot read where they are: on a GPU, or not contiguous.
 
-A wire works on flat host memory. A contiguous CPU tensor is used as it is. Any other is copied out and, when the collective is done, back:
+A wire works on flat host memory. A contiguous CPU tensor is used as it is. Any other is copied out and, when the collective is
+done, back:
 
-    CUDA    an event on the caller's stream, a copy on a stream of our own into pinned memory, the host waits for that copy; afterwards
-            the copy back is queued on the same stream, and the caller's stream waits for it: the call returns once it is queued
+    CUDA    an event on the caller's stream, a copy on a stream of our own into pinned memory, the host waits for that copy;
+            afterwards the copy back is queued on the same stream, and the caller's stream waits for it: the call
+            returns once it is queued
     other   an ordinary copy
 
 Pinned buffers are kept and reused (pinning costs milliseconds), each only after its last copy back has finished.

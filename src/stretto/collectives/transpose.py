@@ -6,8 +6,9 @@ permutation:
     step k = 1..P-1:  rank r sends chunk r+k to r+k, keeps as chunk r-k what comes from r-k   (mod P)
 
 Cost:      (P-1)(alpha + (m/P) beta).
-Invariant: chunks are only moved. Chunk r+k is overwritten in step P-k by what comes from r+k; where that is before step
-           k, in which it leaves, it is put aside in WORK first. So at most half of the vector is copied.
+Invariant: chunks are only moved. Chunk r+k is overwritten in step P-k by what comes from r+k; where that is not after
+           step k, in which it leaves, it is put aside in WORK first (in the same step, because partners that each
+           wait for their send to be received would wait for ever). So at most half of the vector is copied.
 Reference: Thakur, Rabenseifner and Gropp, 2005 (the long-message all-to-all).
 """
 
@@ -32,5 +33,5 @@ def transpose(rank: int, size: int) -> Plan:
 
 
 def _leaves_late(shift: int, size: int) -> bool:
-    """Whether the chunk for rank r+shift leaves after its place has been taken."""
-    return shift > size - shift
+    """Whether the chunk for rank r+shift leaves when its place is being taken, or later."""
+    return shift >= size - shift

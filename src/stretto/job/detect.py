@@ -48,6 +48,7 @@ class Launch:
     interface: str | None = None  # STRETTO_INTERFACE: name or address, overrides the kernel's choice
     master: str | None = None  # MASTER_ADDR:MASTER_PORT, where torch's store is
     run: str = ""  # tells this run from an earlier one of the same name
+    ledger: str | None = None  # STRETTO_LEDGER: where to write, at the end, how many bytes were sent (the lab asks)
     agent_store: bool = False  # torchrun's agent serves the store; otherwise rank 0 has to
 
     @property
@@ -192,6 +193,7 @@ def _launch(
         interface=environ.get("STRETTO_INTERFACE") or None,
         master=master,
         run=run,
+        ledger=environ.get("STRETTO_LEDGER") or None,
         agent_store=agent_store,
     )
 

@@ -367,6 +367,7 @@ def _outcome(work: Any) -> _Outcome:
             return _Outcome(True)
         return _Outcome(False, reason=f"it called sys.exit({exit_.code!r})", traceback=traceback.format_exc())
     except BaseException as problem:
+        sys.last_value = problem  # as the interpreter does before it exits: what leaves at exit then leaves without a goodbye
         accuses = isinstance(problem, PeerLost)
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
         return _Outcome(False, reason=reason, traceback=traceback.format_exc(), accuses_a_peer=accuses)

@@ -67,9 +67,7 @@ class Place:
         except OSError as error:
             listener.close()
             self.remove()
-            raise JobError(
-                f"the lab's control socket {path} cannot be made: {error}. Set TMPDIR to a short path."
-            ) from error
+            raise JobError(f"the lab's control socket {path} cannot be made: {error}. Set TMPDIR to a short path.") from error
         return listener
 
     def remove(self) -> None:

@@ -111,9 +111,7 @@ class Lab:
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
@@ -157,6 +155,7 @@ class Lab:
 
         Without a coordinator stretto's workers cannot meet; torch's own can.
         """
+        _check_argv(argv)
         self._jobs += 1
         port = _FIRST_MASTER_PORT + self._jobs % 1000  # a job before this one may not have let go of its port
         secret = secrets.token_hex(32)
@@ -268,9 +267,7 @@ class Lab:
                 return float(process.output)
         finally:
             process.kill()
-        raise JobError(
-            f"a stream of {num_bytes} bytes from host {sender} to host {receiver} failed:\n{process.output.strip()}"
-        )
+        raise JobError(f"a stream of {num_bytes} bytes from host {sender} to host {receiver} failed:\n{process.output.strip()}")
 
     def _check(self, host: int) -> int:
         if not 0 <= host < self.hosts:

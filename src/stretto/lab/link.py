@@ -67,9 +67,7 @@ class Process:
         """The return code, or `JobError` when the process has not ended in time. It goes on running then."""
         self._link.wait_for(lambda: self.finished, timeout_s)
         if self.returncode is None:
-            raise JobError(
-                f"process {self.pid} on host {self.host} has not ended within {timeout_s:g} s. It still runs."
-            )
+            raise JobError(f"process {self.pid} on host {self.host} has not ended within {timeout_s:g} s. It still runs.")
         return self.returncode
 
     def send_signal(self, signum: int) -> None:
@@ -174,9 +172,7 @@ class Link:
             with self.changed:
                 reply = self._answers.pop(id, None)
         if not answered or reply is None:
-            raise JobError(
-                f"the lab did not answer {type(request).__name__} within {_ANSWER_S:g} s: the machine is overloaded."
-            )
+            raise JobError(f"the lab did not answer {type(request).__name__} within {_ANSWER_S:g} s: the machine is overloaded.")
         if isinstance(reply, messages.Failed):
             raise (ConfigurationError if reply.configuration else JobError)(reply.message)
         return reply
@@ -206,11 +202,7 @@ class Link:
         except ConnectionResetError:  # it died with a request unread
             received = None
         if received is None:
-            self._end(
-                "the lab is closed."
-                if self._closing
-                else "the lab's warden process has died, and all its hosts with it."
-            )
+            self._end("the lab is closed." if self._closing else "the lab's warden process has died, and all its hosts with it.")
             return
         message = received[0]
         with self.changed:

@@ -194,9 +194,7 @@ class Warden:
 
         def act() -> None:
             with socket.create_server((address(request.receiver), 0)) as listener:
-                seconds = time_stream(
-                    listener, request.num_bytes, request.timeout_s, lambda: namespaces.enter(sender.net)
-                )
+                seconds = time_stream(listener, request.num_bytes, request.timeout_s, lambda: namespaces.enter(sender.net))
             os.write(1, f"{seconds!r}\n".encode())
 
         return self._children.fork(request.receiver, act, descriptors, service=True)
@@ -230,8 +228,9 @@ def _private_mounts() -> bool:
 
 def _name_hosts(count: int, directory: Path) -> bool:
     """Make host0, host1, ... resolve inside the lab. False, and no host gets a name, where that cannot be done."""
-    # Also as sockets for both protocols show it, or torch's store warns that it cannot find the name of its client.
-    lines = [f"{form}{address(host)} {host_name(host)}" for host in range(count) for form in ("", "::ffff:")]
+    lines = [f"{address(host)} {host_name(host)}" for host in range(count)]
+    # As a socket for both protocols shows a peer: without, torch's store warns that its client has no name.
+    lines += [f"::ffff:{address(host)} {host_name(host)}.lab" for host in range(count)]
     private = directory / "hosts"
     try:
         private.write_text("\n".join([_HOSTS_FILE.read_text(), *lines]) + "\n")

@@ -1,7 +1,12 @@
-"""Which all-reduce for which size: argmin over the catalogue of the predicted time.
+"""Which all-reduce for which size: predicted for every algorithm, then tried out for the best of them.
 
-The prediction is `costs.predict` with measured alpha, beta and gamma. Rank 0 decides and tells the others (ranks that
-measured for themselves might choose differently, and hang). The choice is a short table of size limits, kept for the job.
+1. `costs.predict` with measured alpha, beta and gamma ranks the whole catalogue for a size.
+2. For the sizes at which a trial is cheap (`TRIAL_S`), the best `FINALISTS` of the ranking run for real and the fastest wins: the model
+   knows nothing of caches, of threads that share a processor, or of what a copy costs.
+3. Between the sizes tried the nearest one decides; above them all, the prediction (there the bytes decide, and it knows those).
+
+Rank 0 decides and tells the others: ranks that chose for themselves might choose differently, and hang. The choice is a
+short table of size limits, kept for the job.
 """
 
 from __future__ import annotations
@@ -16,6 +21,14 @@ from stretto.plan.costs import predict
 from stretto.plan.network import LinkEstimate
 
 SIZES = tuple(1 << k for k in range(6, 34))  # 64 B to 8 GiB
+TRIAL_SIZES = tuple(1 << k for k in (12, 15, 18, 20, 22))  # 4 KiB to 4 MiB
+TRIAL_S = 0.015
+FINALISTS = 4
+
+
+class Trial(msgspec.Struct, frozen=True):
+    num_bytes: int
+    algorithm: str
 
 
 class Choices(msgspec.Struct, frozen=True):
@@ -29,9 +42,38 @@ class Choices(msgspec.Struct, frozen=True):
         return self.algorithms[min(bisect.bisect_left(self.limits, num_bytes), len(self.algorithms) - 1)]
 
 
-def choose(size: int, link: LinkEstimate, segment_bytes: int, group: int = 1) -> Choices:
+def ranking(size: int, num_bytes: int, link: LinkEstimate, segment_bytes: int, group: int) -> list[tuple[float, str]]:
+    """(predicted seconds, algorithm), fastest first; ties in the catalogue's order."""
+    predicted = [
+        (
+            predict(
+                Kind.ALL_REDUCE, name, size, num_bytes, link.alpha, link.beta, link.gamma, segment_bytes, group=group
+            ),
+            name,
+        )
+        for name in names(Kind.ALL_REDUCE)
+    ]
+    return sorted(predicted, key=lambda pair: pair[0])
+
+
+def trials(size: int, link: LinkEstimate, segment_bytes: int, group: int = 1) -> list[Trial]:
+    """What is worth trying out, in the order in which all ranks do it."""
+    wanted = []
+    for num_bytes in TRIAL_SIZES:
+        finalists = ranking(size, num_bytes, link, segment_bytes, group)[:FINALISTS]
+        wanted += [Trial(num_bytes, name) for seconds, name in finalists if seconds < TRIAL_S]
+    return wanted
+
+
+def choose(
+    size: int,
+    link: LinkEstimate,
+    segment_bytes: int,
+    group: int = 1,
+    tried: dict[Trial, float] | None = None,
+) -> Choices:
     """The table for `size` ranks on such links, with `group` consecutive ranks per host."""
-    best = [_fastest(size, num_bytes, link, segment_bytes, group) for num_bytes in SIZES]
+    best = [_fastest(size, num_bytes, link, segment_bytes, group, tried or {}) for num_bytes in SIZES]
     limits, algorithms = [], []
     for index, algorithm in enumerate(best):
         if index + 1 == len(best) or best[index + 1] != algorithm:
@@ -40,10 +82,16 @@ def choose(size: int, link: LinkEstimate, segment_bytes: int, group: int = 1) ->
     return Choices(limits, algorithms, link)
 
 
-def _fastest(size: int, num_bytes: int, link: LinkEstimate, segment_bytes: int, group: int) -> str:
-    def seconds(algorithm: str) -> float:
-        return predict(
-            Kind.ALL_REDUCE, algorithm, size, num_bytes, link.alpha, link.beta, link.gamma, segment_bytes, group=group
-        )
+def _fastest(
+    size: int, num_bytes: int, link: LinkEstimate, segment_bytes: int, group: int, tried: dict[Trial, float]
+) -> str:
+    near = [trial for trial in tried if trial.num_bytes == _nearest(num_bytes, tried)]
+    if near and num_bytes <= 2 * near[0].num_bytes:
+        return min(near, key=lambda trial: tried[trial]).algorithm
+    return ranking(size, num_bytes, link, segment_bytes, group)[0][1]
 
-    return min(names(Kind.ALL_REDUCE), key=seconds)  # ties go to the first in the catalogue: the ring
+
+def _nearest(num_bytes: int, tried: dict[Trial, float]) -> int | None:
+    """The tried size closest in ratio."""
+    sizes = sorted({trial.num_bytes for trial in tried})
+    return min(sizes, key=lambda tried_bytes: max(tried_bytes / num_bytes, num_bytes / tried_bytes), default=None)

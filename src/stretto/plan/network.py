@@ -28,12 +28,17 @@ class LinkEstimate(msgspec.Struct, frozen=True):
     gamma: float
 
 
-def measure(size: int, barrier: Callable[[], None], ring_all_reduce: Callable[[torch.Tensor], None]) -> LinkEstimate:
-    """Measure with the job's own collectives; every rank must call it."""
+def measure(
+    size: int,
+    barrier: Callable[[], None],
+    ring_all_reduce: Callable[[torch.Tensor], None],
+    now: Callable[[], float] = time.perf_counter,
+) -> LinkEstimate:
+    """Measure with the job's own collectives; every rank must call it. `now` is the clock of the wire they run on."""
     probe = torch.ones(PROBE_BYTES // 4)
     barrier()
-    alpha = min(_seconds(barrier) for _ in range(PROBES)) / max(1, math.ceil(math.log2(size)))
-    whole = min(_seconds(lambda: ring_all_reduce(probe)) for _ in range(PROBES))
+    alpha = min(_seconds(barrier, now) for _ in range(PROBES)) / max(1, math.ceil(math.log2(size)))
+    whole = min(_seconds(lambda: ring_all_reduce(probe), now) for _ in range(PROBES))
     gamma = _seconds_per_added_byte()
     sent = 2 * PROBE_BYTES * (size - 1) / size
     beta = max(1e-12, (whole - 2 * (size - 1) * alpha - sent / 2 * gamma) / sent)
@@ -47,10 +52,10 @@ def slowest(estimates: list[LinkEstimate]) -> LinkEstimate:
     )
 
 
-def _seconds(action: Callable[[], None]) -> float:
-    begin = time.perf_counter()
+def _seconds(action: Callable[[], None], now: Callable[[], float] = time.perf_counter) -> float:
+    begin = now()
     action()
-    return time.perf_counter() - begin
+    return now() - begin
 
 
 def _seconds_per_added_byte() -> float:

@@ -25,8 +25,8 @@ from stretto.wire.frames import FrameKind, Header
 from stretto.wire.shared_memory import Answer, Inbox, Offer, Outbox
 
 SHARED_FROM_BYTES = 16 << 10
-SLOT_BYTES = 1 << 20
-NUM_SLOTS = 8
+SLOT_BYTES = 2 << 20
+NUM_SLOTS = 4
 
 TOPIC_HELLO = 0
 TOPIC_OFFER = 1
@@ -395,6 +395,12 @@ class FramedWire(Wire):
             handle.finish(error)
         for listener in self._lost_listeners:
             listener(error)
+
+    def _raise_if_lost(self) -> None:
+        """While the job is being formed. A peer that was here and has already left in order is no reason to fail."""
+        for rank, error in self.lost.items():
+            if rank not in self._left:
+                raise error
 
     def _orphans(self, rank: int) -> list[Handle]:
         """Every transfer that can no longer end by itself. Transports add theirs."""

@@ -89,8 +89,6 @@ def encode(header: Header) -> bytes:
 
 def decode(part: bytes | memoryview) -> Header:
     """The header of a frame that is whole in `part`; raises ValueError naming the first field that is wrong."""
-    if len(part) < HEADER_BYTES:
-        raise ValueError(f"{len(part)} bytes where a header of {HEADER_BYTES} is due")
     header = decode_stream(part)
     here = 0 if header.kind in (FrameKind.BULK, FrameKind.SHARED) else header.num_bytes
     if len(part) - HEADER_BYTES != here:
@@ -100,6 +98,8 @@ def decode(part: bytes | memoryview) -> Header:
 
 def decode_stream(part: bytes | memoryview) -> Header:
     """The header at the start of `part`, whose payload may still be on its way."""
+    if len(part) < HEADER_BYTES:
+        raise ValueError(f"{len(part)} bytes where a header of {HEADER_BYTES} is due")
     (magic, version, kind, generation, source, channel, sequence, index, digest, dtype, zero, slot, number, zero2, n) = (
         HEADER.unpack_from(part)
     )

@@ -1,28 +1,32 @@
 """The plain wire: one TCP connection per pair of workers, read straight into tensors. For one host, the lab and trusted networks.
 
-ZeroMQ hands every message from thread to thread and receives into memory of its own; that cost 15-20 % of a 32 MB all-reduce
-between four hosts on two cores (docs/design.md has the figures). Here the communication thread itself writes from the caller's memory
-and reads into it, with nothing in between; what ZeroMQ gives beyond that (encryption, heartbeats without the interpreter lock)
+ZeroMQ hands every message from thread to thread and receives into memory of its own; that cost 15-20 % of a 32 MB
+all-reduce between four hosts on two cores (docs/design.md has the figures). Here the communication thread itself writes
+from the caller's memory and reads into it, with nothing in between (where there are processors to spare, a second thread
+does the writing: `tcp_writer.py`). What ZeroMQ gives beyond that, encryption and heartbeats without the interpreter lock,
 is why it stays the wire between hosts that do not trust their network.
 
     send    header and payload leave in one system call where they fit; done when the kernel has the last byte
     recv    the header says which receive it is for; the payload is read into the tensor (copy) or into one
             reused buffer and added from there (add)
 
-The lower rank accepts, the higher connects; both prove that they know the job's secret (`handshake.py`). Then the port is closed.
-A goodbye travels on the same connection before its end, so an end without one is a loss, at once. Heartbeats are frames sent when
-there is nothing else to say. A silent worker of the same host is looked up in /proc first: one that holds the interpreter lock for long is
-busy, not lost; between hosts that cannot be seen, and `silence_s` must be longer than the longest such stretch.
+The lower rank accepts, the higher connects; both prove that they know the job's secret (`handshake.py`). Then the port
+is closed. A goodbye travels on the same connection before its end, so an end without one is a loss, at once. Heartbeats
+are frames sent when there is nothing else to say. A silent worker of the same host is looked up in /proc first: one that
+holds the interpreter lock for long is busy, not lost; between hosts that cannot be seen, and `silence_s` must be longer
+than the longest such stretch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import select
 import socket
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,10 +39,12 @@ from stretto.wire.base import Handle
 from stretto.wire.framed import TOPIC_HELLO, Connection, Expected, FramedWire, log
 from stretto.wire.frames import FrameKind, Header
 from stretto.wire.handshake import Probe, Stranger, handshake_key, introduce_ourselves, welcome
+from stretto.wire.tcp_writer import Writer
 
 READ_AHEAD_BYTES = 64 << 10
 READS_AT_ONCE = 8  # per connection and turn, so that one busy peer does not starve the others
 MAX_GATHER = 16
+HAND_OVER_BYTES = 256 << 10  # smaller payloads are written faster than handed to the writing thread
 HANDSHAKE_S = 5.0
 RETRY_S = 0.05
 
@@ -53,7 +59,7 @@ class _Outgoing:
         self.handle = handle
 
 
-class _Connection(Connection):
+class Stream(Connection):
     """One TCP connection and how far reading and writing have got on it."""
 
     def __init__(self, peer: Peer, same_host: bool, connection: socket.socket, now: float) -> None:
@@ -62,6 +68,9 @@ class _Connection(Connection):
         self.descriptor = connection.fileno()
         self.outgoing: deque[_Outgoing] = deque()
         self.wants_to_write = False
+        self.lock = threading.Lock()  # for what the writing thread touches too, where there is one
+        self.handed_over = False
+        self.closed = False
         self.heard_at = self.spoke_at = now
         self.warned = False
         # Reading: bytes taken from the kernel and not looked at yet are ahead[begin:end].
@@ -72,6 +81,19 @@ class _Connection(Connection):
         self.target = memoryview(b"")
         self.filled = 0
         self.staging = memoryview(bytearray(0))
+
+    def write_some(self) -> list[Handle]:
+        """One system call; returns the transfers it ended. Raises BlockingIOError when the kernel takes no more."""
+        outgoing, finished = self.outgoing, []
+        sent = self.socket.sendmsg([outgoing[i].view for i in range(min(len(outgoing), MAX_GATHER))])
+        while outgoing and sent >= outgoing[0].view.nbytes:
+            item = outgoing.popleft()
+            sent -= item.view.nbytes
+            if item.handle is not None:
+                finished.append(item.handle)
+        if sent:
+            outgoing[0].view = outgoing[0].view[sent:]
+        return finished
 
     def staging_of(self, num_bytes: int) -> memoryview:
         if self.staging.nbytes < num_bytes:
@@ -93,11 +115,13 @@ class TcpWire(FramedWire):
         timeouts: Timeouts | None = None,
         generation: int = 0,
         shared_memory: bool = True,
+        write_in_thread: bool = False,
     ) -> None:
         super().__init__(rank, world_size, timeouts=timeouts, generation=generation, shared_memory=shared_memory)
+        self._writer = Writer(self.wake) if write_in_thread else None
         self._key = handshake_key(secret)
-        self._connections: dict[int, _Connection] = {}
-        self._by_descriptor: dict[int, _Connection] = {}
+        self._connections: dict[int, Stream] = {}
+        self._by_descriptor: dict[int, Stream] = {}
         self._poller = select.poll()
         self._poller.register(self._far.fileno(), select.POLLIN)
         self._unfinished: set[int] = set()  # ranks with bytes read ahead that wait for another turn
@@ -110,6 +134,9 @@ class TcpWire(FramedWire):
                 f"Choose another address or port, or none to let the system pick a free port."
             ) from error
         self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+        # A forked child (a DataLoader's worker) would keep the connections open after this process has died: nobody would notice.
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close_in_child(this))
 
     # -- making connections -------------------------------------------------------------------------------------------
 
@@ -133,8 +160,7 @@ class TcpWire(FramedWire):
         for rank in self._connections:
             self.post(rank, TOPIC_HELLO, b"")
         while not all(connection.greeted for connection in self._connections.values()):
-            if self.lost:
-                raise next(iter(self.lost.values()))
+            self._raise_if_lost()
             if self.now() > deadline:
                 self._give_up([peer for peer in peers if peer.rank != self.rank], "no greeting came back")
             self.progress(0.2)
@@ -200,7 +226,7 @@ class TcpWire(FramedWire):
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         mine_too = peer.host == mine.host
-        adopted = _Connection(peer, mine_too, connection, self.now())
+        adopted = Stream(peer, mine_too, connection, self.now())
         self._connections[peer.rank] = adopted
         self._by_descriptor[adopted.descriptor] = adopted
         self._poller.register(adopted.descriptor, select.POLLIN)
@@ -215,47 +241,65 @@ class TcpWire(FramedWire):
 
     # -- what every framed wire needs from its transport --------------------------------------------------------------
 
-    def _connection(self, rank: int) -> _Connection:
+    def _connection(self, rank: int) -> Stream:
         return self._connections[rank]
 
     def _peers(self) -> list[int]:
         return list(self._connections)
 
     def _send_frame(self, to: int, frame: bytes) -> None:
-        connection = self._connections[to]
-        connection.outgoing.append(_Outgoing(memoryview(frame), None))
-        if not connection.wants_to_write:
-            self._write(connection)
+        self._enqueue(self._connections[to], [_Outgoing(memoryview(frame), None)])
 
     def _send_payload(self, handle: Handle, data: memoryview, dtype: int) -> None:
-        connection = self._connections[handle.peer]
-        head = self._head(FrameKind.INLINE, handle.tag, dtype, data.nbytes)
-        if data.nbytes:
-            connection.outgoing.append(_Outgoing(memoryview(head), None))
-            connection.outgoing.append(_Outgoing(data, handle))
-        else:
-            connection.outgoing.append(_Outgoing(memoryview(head), handle))
-        if not connection.wants_to_write:
+        head = memoryview(self._head(FrameKind.INLINE, handle.tag, dtype, data.nbytes))
+        items = [_Outgoing(head, None), _Outgoing(data, handle)] if data.nbytes else [_Outgoing(head, handle)]
+        self._enqueue(self._connections[handle.peer], items)
+
+    def _enqueue(self, connection: Stream, items: list[_Outgoing]) -> None:
+        with connection.lock:
+            connection.outgoing.extend(items)
+            if connection.handed_over:
+                return
+            connection.handed_over = self._writer is not None and items[-1].view.nbytes >= HAND_OVER_BYTES
+        if connection.handed_over and self._writer is not None:
+            self._writer.take(connection)
+        elif not connection.wants_to_write:
             self._write(connection)
 
     def _orphans(self, rank: int) -> list[Handle]:
         connection = self._connections[rank]
-        handles = [item.handle for item in connection.outgoing if item.handle is not None]
+        with connection.lock:
+            handles = [item.handle for item in connection.outgoing if item.handle is not None]
+            connection.outgoing.clear()
         if connection.expected is not None:
             handles.append(connection.expected.handle)
             connection.expected = None
-        connection.outgoing.clear()
         return handles + super()._orphans(rank)
 
     def _drop(self, rank: int) -> None:
         connection = self._connections[rank]
         if connection.descriptor in self._by_descriptor:
             if rank in self._left:
-                self._write(connection)  # our last word to a peer that waits for it
+                self._last_word(connection)
             del self._by_descriptor[connection.descriptor]
             self._unfinished.discard(rank)
             self._poller.unregister(connection.descriptor)
-            connection.socket.close()
+            with connection.lock:
+                connection.closed = True
+                connection.socket.close()
+
+    def _last_word(self, connection: Stream) -> None:
+        """A peer that leaves waits for our farewell: get it out, unless the connection is stuck."""
+        patience = threading.Event()
+        for _ in range(50):
+            if not connection.handed_over:
+                break
+            patience.wait(0.01)
+        else:
+            return
+        with contextlib.suppress(OSError):
+            while connection.outgoing:
+                connection.write_some()
 
     def cancel(self, channel: int, sequence: int) -> None:
         super().cancel(channel, sequence)
@@ -267,12 +311,13 @@ class TcpWire(FramedWire):
                 connection.target = memoryview(bytearray(connection.target.nbytes))
             self._withdraw(connection, (channel, sequence))
 
-    def _withdraw(self, connection: _Connection, name: tuple[int, int]) -> None:
+    def _withdraw(self, connection: Stream, name: tuple[int, int]) -> None:
         """What is queued from memory that its owner takes back goes out as it is now, from a copy: the frame was promised."""
-        for item in connection.outgoing:
-            if item.handle is not None and item.handle.tag[:2] == name:
-                item.view = memoryview(bytes(item.view))
-                item.handle = None
+        with connection.lock:
+            for item in connection.outgoing:
+                if item.handle is not None and item.handle.tag[:2] == name:
+                    item.view = memoryview(bytes(item.view))
+                    item.handle = None
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
@@ -295,33 +340,41 @@ class TcpWire(FramedWire):
         for rank in list(self._unfinished):
             self._unfinished.discard(rank)
             self._read(self._connections[rank])
+        if self._writer is not None and (self._writer.written or self._writer.broken):
+            self._hear_from_writer(self._writer)
         self._look_after_silence()
 
-    def _write(self, connection: _Connection) -> None:
+    def _write(self, connection: Stream) -> None:
+        """Write what the kernel takes, and ask to be told when it takes more."""
         outgoing = connection.outgoing
         try:
             while outgoing:
-                gather = [outgoing[i].view for i in range(min(len(outgoing), MAX_GATHER))]
-                sent = connection.socket.sendmsg(gather)
+                for handle in connection.write_some():
+                    handle.finish()
                 connection.spoke_at = self.now()
-                while outgoing and sent >= outgoing[0].view.nbytes:
-                    item = outgoing.popleft()
-                    sent -= item.view.nbytes
-                    if item.handle is not None:
-                        item.handle.finish()
-                if sent:
-                    outgoing[0].view = outgoing[0].view[sent:]
         except BlockingIOError:
             pass
         except OSError as error:
             self._lose(connection.rank, f"its connection broke: {error.strerror}")
             return
-        if bool(outgoing) != connection.wants_to_write and connection.descriptor in self._by_descriptor:
+        if outgoing and self._writer is not None:
+            connection.handed_over = True
+            self._writer.take(connection)
+        elif bool(outgoing) != connection.wants_to_write and connection.descriptor in self._by_descriptor:
             connection.wants_to_write = bool(outgoing)
             mask = select.POLLIN | (select.POLLOUT if outgoing else 0)
             self._poller.modify(connection.descriptor, mask)
 
-    def _read(self, connection: _Connection) -> None:
+    def _hear_from_writer(self, writer: Writer) -> None:
+        while writer.written:
+            handle = writer.written.popleft()
+            self._connections[handle.peer].spoke_at = self.now()
+            handle.finish()
+        while writer.broken:
+            rank, problem = writer.broken.popleft()
+            self._lose(rank, f"its connection broke: {problem}")
+
+    def _read(self, connection: Stream) -> None:
         try:
             for _ in range(READS_AT_ONCE):
                 if not self._read_once(connection):
@@ -339,7 +392,7 @@ class TcpWire(FramedWire):
         if connection.begin < connection.end:
             self._unfinished.add(connection.rank)
 
-    def _read_once(self, connection: _Connection) -> bool:
+    def _read_once(self, connection: Stream) -> bool:
         """One system call at most; False at the end of the stream."""
         if connection.header is not None and connection.begin == connection.end:
             received = connection.socket.recv_into(connection.target[connection.filled :])
@@ -358,12 +411,12 @@ class TcpWire(FramedWire):
         self._digest(connection)
         return True
 
-    def _make_room(self, connection: _Connection) -> None:
+    def _make_room(self, connection: Stream) -> None:
         left = connection.end - connection.begin
         connection.ahead[:left] = bytes(connection.ahead[connection.begin : connection.end])
         connection.begin, connection.end = 0, left
 
-    def _digest(self, connection: _Connection) -> None:
+    def _digest(self, connection: Stream) -> None:
         """Turn the bytes that are here into frames, as far as they go."""
         while connection.rank not in self.lost:
             if connection.header is None:
@@ -375,7 +428,7 @@ class TcpWire(FramedWire):
                 return
             self._end_frame(connection)
 
-    def _begin_frame(self, connection: _Connection) -> None:
+    def _begin_frame(self, connection: Stream) -> None:
         head = connection.ahead[connection.begin : connection.begin + frames.HEADER_BYTES]
         connection.begin += frames.HEADER_BYTES
         header = frames.decode_stream(head)
@@ -387,7 +440,7 @@ class TcpWire(FramedWire):
         connection.filled = 0
         connection.target = self._target(connection, header)
 
-    def _target(self, connection: _Connection, header: Header) -> memoryview:
+    def _target(self, connection: Stream, header: Header) -> memoryview:
         if header.kind == FrameKind.SHARED:
             return memoryview(b"")
         if header.kind != FrameKind.INLINE:
@@ -402,7 +455,7 @@ class TcpWire(FramedWire):
                 return expected.into
         return connection.staging_of(header.num_bytes)
 
-    def _take_ahead(self, connection: _Connection) -> None:
+    def _take_ahead(self, connection: Stream) -> None:
         wanted = connection.target.nbytes - connection.filled
         count = min(wanted, connection.end - connection.begin)
         if count:
@@ -411,7 +464,7 @@ class TcpWire(FramedWire):
             connection.filled += count
             connection.begin += count
 
-    def _end_frame(self, connection: _Connection) -> None:
+    def _end_frame(self, connection: Stream) -> None:
         header, target, expected = connection.header, connection.target, connection.expected
         assert header is not None
         connection.header = connection.expected = None
@@ -425,7 +478,7 @@ class TcpWire(FramedWire):
         elif header.kind != FrameKind.HEARTBEAT:
             self._dispatch(connection.rank, header, target)
 
-    def _private(self, connection: _Connection, target: memoryview) -> memoryview:
+    def _private(self, connection: Stream, target: memoryview) -> memoryview:
         """What may be parked must not lie in the buffer that the next frame uses."""
         return memoryview(bytes(target)) if target.obj is connection.staging.obj else target
 
@@ -442,7 +495,7 @@ class TcpWire(FramedWire):
             if now - connection.heard_at > self.timeouts.silence_s * 0.9:
                 self._judge_silence(connection, now)
 
-    def _judge_silence(self, connection: _Connection, now: float) -> None:
+    def _judge_silence(self, connection: Stream, now: float) -> None:
         if connection.same_host and _is_running(connection.pid):
             if not connection.warned:
                 connection.warned = True
@@ -475,8 +528,18 @@ class TcpWire(FramedWire):
                 self._drop(rank)
                 self._close_boxes(self._connections[rank])
         self._listener.close()
+        if self._writer is not None:
+            self._writer.stop(1.0)
         self._near.close()
         self._far.close()
+
+
+def _close_in_child(reference: weakref.ref[TcpWire]) -> None:
+    wire = reference()
+    if wire is not None and not wire._closed:
+        wire._listener.close()
+        for connection in wire._by_descriptor.values():
+            connection.socket.close()
 
 
 def _is_running(pid: int) -> bool:

@@ -102,7 +102,9 @@ class ZeroMQWire(FramedWire):
                 f"rank {self.rank} cannot listen on {host}:{port or 'any port'}: {error}.\n"
                 f"Choose another address or port, or none to let the system pick a free port."
             ) from error
-        self.address = router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode().removeprefix("tcp://")
+        endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = endpoint.rstrip(b"\0").decode().removeprefix("tcp://")
         return router
 
     def _set_heartbeat(self, zmq_socket: zmq.Socket[bytes]) -> None:
@@ -117,11 +119,11 @@ class ZeroMQWire(FramedWire):
             if peer.rank != self.rank:
                 self._connect_one(peer, same_host=peer.host == mine.host)
         deadline = self.now() + self.timeouts.connect_s
-        while not all(connection.greeted for connection in self._connections.values()):
+        # `connected` too: a greeting is sent when the connection is made, and a peer may wait for ours after we have all of theirs.
+        while not all(connection.greeted and connection.connected for connection in self._connections.values()):
             if self._refused:
                 self._give_up_refused()
-            if self.lost:
-                raise next(iter(self.lost.values()))
+            self._raise_if_lost()
             if self.now() > deadline:
                 self._give_up_unreachable()
             self.progress(0.2)
@@ -148,7 +150,7 @@ class ZeroMQWire(FramedWire):
         )
 
     def _give_up_unreachable(self) -> None:
-        missing = [connection for connection in self._connections.values() if not connection.greeted]
+        missing = [each for each in self._connections.values() if not (each.greeted and each.connected)]
         listing = ", ".join(f"rank {connection.rank} at {connection.address}" for connection in missing)
         raise UnreachableError(
             f"rank {self.rank} could not reach {listing} within {self.timeouts.connect_s:g} s.\n"

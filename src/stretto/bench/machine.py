@@ -1,0 +1,46 @@
+"""Where a measurement was made: a number without its machine and versions says nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+
+from stretto import __version__
+
+PACKAGES = ("torch", "numpy", "pyzmq", "msgspec")
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    processor: str
+    cores: int
+    memory_bytes: int
+    system: str
+    gpu: str | None
+    versions: dict[str, str]
+
+
+def describe() -> Machine:
+    versions = {"stretto": __version__, "python": platform.python_version(), "libzmq": zmq.zmq_version()}
+    return Machine(
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        versions=versions | {name: metadata.version(name) for name in PACKAGES},
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
+    return next(named, platform.processor() or platform.machine())

@@ -1,0 +1,48 @@
+"""A second wire between the workers of a job, so that plain and encrypted can take turns in one run.
+
+The job's own wire is used for whichever it is; the other is made here: new sockets, addresses exchanged over the first, and a
+`Job` of its own around it, with its own communication thread, its own measured links and so its own choice for "auto".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from stretto.errors import ConfigurationError
+from stretto.job.introduce import local_address
+from stretto.session import Job
+from stretto.wire.tcp import TcpWire
+from stretto.wire.zeromq import ZeroMQWire
+
+
+def job_over(job: Job, wire: str) -> Job:
+    """`job` itself if its wire is the one asked for ("plain" or "encrypted"), or a second one beside it. Collective."""
+    if (wire == "encrypted") == job.launch.encrypt:
+        return job
+    return _beside(job, encrypt=wire == "encrypted")
+
+
+def _beside(job: Job, *, encrypt: bool) -> Job:
+    # Without a rendezvous its `close` says goodbye to the peers only: the coordinator hears it from the first job.
+    launch = replace(job.launch, encrypt=encrypt, rendezvous=None)
+    if launch.secret is None:
+        raise ConfigurationError(
+            "a second wire in a job without a secret: its workers could not be told from strangers. "
+            "Start the benchmark with `stretto bench`, `stretto run` or `stretto lab`."
+        )
+    host, _ = local_address(job.launch)
+    wire: TcpWire | ZeroMQWire
+    if encrypt:
+        wire = ZeroMQWire(job.rank, job.world_size, secret=launch.secret, bind=host, timeouts=job.timeouts)
+    else:
+        wire = TcpWire(job.rank, job.world_size, secret=launch.secret, bind=host, timeouts=job.timeouts)
+    addresses = job.gather_object(wire.address)
+    peers = [msgspec.structs.replace(peer, address=str(address)) for peer, address in zip(job.peers, addresses, strict=True)]
+    try:
+        wire.connect(peers)
+    except BaseException:
+        wire.abandon()
+        raise
+    return Job(launch, peers, wire, job.timeouts)

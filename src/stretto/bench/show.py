@@ -1,0 +1,84 @@
+"""The report as a table for people, on a terminal or in a file, and as JSON for machines."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from typing import TextIO
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from stretto.bench.results import Report, Row
+from stretto.bench.settings import show_size
+from stretto.bench.table_text import bandwidth, seconds, spread
+
+NARROWEST = 130  # below this the table is not broken but wider than what it is written to
+
+
+def show(report: Report, file: TextIO | None = None) -> None:
+    """Print one table per size and load."""
+    target = sys.stdout if file is None else file
+    console = Console(file=target, highlight=False)
+    if console.width < NARROWEST:
+        console = Console(file=target, highlight=False, width=NARROWEST)
+    console.print(headline(report))
+    for (size, load), rows in groupby(report.rows, key=lambda row: (row.size, row.load)):
+        console.print(_table(report, size, load, list(rows)))
+    console.print(footnotes(report))
+
+
+def headline(report: Report) -> str:
+    settings, machine = report.settings, report.machine
+    where = "lab hosts" if settings.lab else "workers"
+    rate = f", links of {settings.rate}" if settings.rate else ""
+    device = f", tensors on {machine.gpu}" if settings.device == "cuda" else ""
+    return (
+        f"all-reduce (sum, float32) between {settings.workers} {where}{rate}{device}; "
+        f"{settings.repeat} rounds, each contender once per round\n"
+        f"{machine.processor}, {machine.cores} cores, {machine.system}; torch {machine.versions['torch']}, "
+        f"stretto {machine.versions['stretto']}, Python {machine.versions['python']}"
+    )
+
+
+def footnotes(report: Report) -> str:
+    lines = [
+        "Times: median over rounds of the slowest rank, with the middle half.",
+        "Of bare TCP: t(bare TCP stream of the least bytes an all-reduce can send) / t.  x gloo: t(gloo) / t; above 1 is faster.",
+    ]
+    if not report.settings.lab and "encrypted" in report.settings.wires:
+        lines.append("Workers of one host pass large tensors through shared memory, on the encrypted wire too.")
+    return "\n".join(lines)
+
+
+def _table(report: Report, size: int, load: str, rows: list[Row]) -> Table:
+    busy = "" if not report.settings.busy else f", main thread {'idle' if load == 'idle' else f'in {load}'}"
+    table = Table(title=f"{show_size(size)}{busy}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("contender", no_wrap=True)
+    table.add_column("wire", no_wrap=True)
+    for name in ("time", "middle half", "algorithm MB/s", "bus MB/s", "of bare TCP", "x gloo"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in sorted(rows, key=lambda row: row.median):
+        table.add_row(*cells(row), style="bold" if row.contender == "auto" else "dim" if row.wire == "tcp" else None)
+    return table
+
+
+def cells(row: Row) -> list[str]:
+    """One line of the table, as text."""
+    name = f"auto ({row.chosen})" if row.contender == "auto" else row.contender
+    return [
+        name,
+        row.wire,
+        seconds(row.median),
+        spread(row.quartiles),
+        bandwidth(row.algorithm_bandwidth),
+        bandwidth(row.bus_bandwidth),
+        "" if row.share_of_tcp is None else f"{row.share_of_tcp:.0%}",
+        "" if row.times_gloo is None else f"{row.times_gloo:.2f}",
+    ]
+
+
+def as_json(report: Report) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"

@@ -1,0 +1,206 @@
+"""What the documentation says is true: its snippets run, its links lead somewhere, its options exist.
+
+A snippet is executed when an HTML comment on the line before its fence says so (CONTRIBUTING.md has the table of comments).
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from stretto import cli
+from stretto.bench import command as bench_command
+from stretto.lab import command as lab_command
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+SNIPPET_S = 60
+FENCE = re.compile(
+    r"(?:<!-- (?P<mark>(?:run|file)[^>]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Snippet:
+    mark: str  # "", "run", "run: 2", "run: fails", "file: name.py"
+    language: str
+    text: str
+
+
+def snippets(page: Path) -> list[Snippet]:
+    found = FENCE.finditer(page.read_text())
+    return [Snippet(each["mark"] or "", each["language"], each["text"]) for each in found]
+
+
+# ---------------------------------------------------------------- running
+
+
+def pages_that_run() -> list[Path]:
+    return [page for page in PAGES if any(snippet.mark for snippet in snippets(page))]
+
+
+def environment() -> dict[str, str]:
+    """Where `stretto` and `python` are the ones under test, and no job is around."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("STRETTO_", "COLUMNS"))}
+    here = str(Path(sys.executable).parent)
+    source = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    return kept | {"PATH": os.pathsep.join([here, os.environ.get("PATH", "")]), "PYTHONPATH": source}
+
+
+def execute(snippet: Snippet, folder: Path) -> None:
+    kind, _, detail = snippet.mark.partition(": ")
+    if kind == "file":
+        (folder / detail).write_text(snippet.text)
+    elif snippet.language == "python":
+        (folder / "snippet.py").write_text(snippet.text)
+        run([sys.executable, "-m", "stretto", "run", "-n", detail or "1", "snippet.py"], folder, fails=False)
+    else:
+        assert snippet.language in ("console", "bash"), f"a snippet in {snippet.language!r} cannot be run"
+        for command, shown in commands(snippet):
+            printed = run(["bash", "-c", command], folder, fails=detail == "fails")
+            missing = [line for line in shown if without_numbers(line) not in without_numbers(printed).splitlines()]
+            assert not missing, f"{command}\nshould print:\n{chr(10).join(missing)}\nbut printed:\n{printed}"
+
+
+def commands(snippet: Snippet) -> Iterator[tuple[str, list[str]]]:
+    """Each command with the lines shown below it; bash snippets show none and need no `$`."""
+    if snippet.language == "bash":
+        yield snippet.text, []
+        return
+    for part in re.split(r"^\$ ", snippet.text, flags=re.MULTILINE)[1:]:
+        command, *shown = part.splitlines()
+        yield command, [line for line in shown if line.strip() and line.strip() != "..."]
+
+
+def without_numbers(text: str) -> str:
+    """Process ids and durations differ from run to run."""
+    return re.sub(r"\d+(\.\d+)?", "N", text)
+
+
+def run(command: list[str], folder: Path, *, fails: bool) -> str:
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=SNIPPET_S, check=False)
+    printed = done.stdout + done.stderr
+    assert (done.returncode != 0) == fails, f"{command} ended with {done.returncode}:\n{printed}"
+    return printed
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("page", pages_that_run(), ids=lambda page: page.name)
+def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path) -> None:
+    for snippet in snippets(page):
+        if snippet.mark:
+            execute(snippet, tmp_path)
+
+
+def test_a_page_that_shows_another_output_is_found_out(tmp_path: Path) -> None:
+    lie = Snippet("run", "console", "$ echo 4 apples\n5 pears\n")
+
+    with pytest.raises(AssertionError, match="5 pears"):
+        execute(lie, tmp_path)
+    execute(Snippet("run", "console", "$ echo 4 apples\n5 apples\n...\n"), tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_python_snippet_is_python(page: Path) -> None:
+    for snippet in snippets(page):
+        if snippet.language == "python":
+            ast.parse(snippet.text, str(page))
+
+
+# ---------------------------------------------------------------- links
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if fragment:
+            assert fragment in anchors(target), f"{page.name} links to {link}"
+
+
+# ---------------------------------------------------------------- options
+
+
+def options() -> dict[str, dict[str, bool]]:
+    """For each command: its options, and whether each is followed by a value."""
+    made = dict(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+    made["bench"] = typer.main.get_command(bench_command.app).commands["allreduce"]  # type: ignore[attr-defined]
+    made["lab"] = typer.main.get_command(lab_command._hosts)
+    known: dict[str, dict[str, bool]] = {}
+    for name, command in made.items():
+        known[name] = {
+            option: not getattr(parameter, "is_flag", False)
+            for parameter in command.params
+            for option in [*parameter.opts, *parameter.secondary_opts]
+            if option.startswith("-")
+        } | {"--help": False}
+    known["lab"]["--name"] = True
+    return known
+
+
+def command_lines(text: str) -> list[list[str]]:
+    """What follows `stretto` where a command of it is written, in a snippet or between backticks, word by word."""
+    code = [each["text"] for each in FENCE.finditer(text)] + re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+    lines = [line for each in code for line in each.splitlines()]
+    return [line.partition("stretto ")[2].split() for line in lines if re.search(r"(^|\$ |# |: )stretto \w", line)]
+
+
+def unknown_option(words: list[str], known: dict[str, dict[str, bool]]) -> str | None:
+    """The first option that does not exist; what follows the script or `--` is not ours."""
+    if not words or words[0] not in known:
+        return None
+    rest = iter(words[2:] if words[:2] == ["bench", "allreduce"] else words[1:])
+    for word in rest:
+        if word in ("--", "#", ">", "|") or not word.startswith("-"):
+            return None
+        option, has_value, _ = word.partition("=")
+        if option not in known[words[0]]:
+            return word
+        if known[words[0]][option] and not has_value:
+            next(rest, None)
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_command_lines_use_options_that_exist(page: Path) -> None:
+    known = options()
+    for words in command_lines(page.read_text()):
+        assert words[0] in known, f"{page.name}: there is no `stretto {words[0]}`"
+        assert unknown_option(words, known) is None, f"{page.name}: stretto {' '.join(words)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_options_that_are_mentioned_exist(page: Path) -> None:
+    everywhere = {option for each in options().values() for option in each}
+    for code in re.findall(r"`(--[\w-]+)[^`\n]*`", FENCE.sub("", page.read_text())):
+        assert code in everywhere, f"{page.name} mentions {code}"
+
+
+def test_an_option_that_does_not_exist_is_found_out() -> None:
+    known = options()
+
+    assert unknown_option(["run", "-n", "2", "--turbo", "x.py"], known) == "--turbo"
+    assert unknown_option(["run", "-n", "2", "x.py", "--turbo"], known) is None
+    assert unknown_option(["bench", "allreduce", "--sizes", "4K", "--fast"], known) == "--fast"
+    assert command_lines("```console\n$ stretto run --turbo x.py\n```") == [["run", "--turbo", "x.py"]]

@@ -1,0 +1,524 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stretto
+from stretto.collectives import catalogue
+from stretto.collectives.execute import Communicator, Request
+from stretto.collectives.plan import Kind
+from stretto.errors import ConfigurationError, FrameError, PeerLost, RankMismatch, WireError, WireTimeout
+from stretto.job.membership import Peer
+from stretto.testing import run_threads, wait_for
+from stretto.timeouts import Timeouts
+from stretto.wire.base import DigestMismatch, Handle, Tag, Wire
+from stretto.wire.tcp import TcpWire
+from stretto.wire.torch_group import INLINE_BYTES, TorchGroupWire, torch_group
+from wire.contract import Meeting, WireContract, body, progress_until, receive, send
+
+LARGE = INLINE_BYTES + 1000
+TAG = Tag(1, 0, 0, 7)
+TIMEOUTS = Timeouts(silence_s=5, connect_s=20, arrive_s=20, leave_s=2)
+
+
+def make_wire(rank: int, wires: Sequence[TcpWire], peers: list[Peer], store: dist.Store) -> TorchGroupWire:
+    wires[rank].connect(peers)
+    group = dist.ProcessGroupGloo(dist.PrefixStore("test", store), rank, len(wires), timeout=timedelta(seconds=20))
+    return TorchGroupWire(wires[rank], group, timeouts=TIMEOUTS)
+
+
+@contextmanager
+def gloo_world(size: int) -> Iterator[list[TorchGroupWire]]:
+    """The wires of `size` ranks of this process, each with a gloo group object of its own, over loopback."""
+    inner = [TcpWire(rank, size, secret=bytes(32), timeouts=TIMEOUTS) for rank in range(size)]
+    peers = [Peer(rank, rank, "here", wire.address, os.getpid()) for rank, wire in enumerate(inner)]
+    store = dist.HashStore()
+    with ThreadPoolExecutor(size) as pool:
+        wires = list(pool.map(lambda rank: make_wire(rank, inner, peers, store), range(size)))
+    try:
+        yield wires
+    finally:
+        for wire in wires:
+            wire.abandon()
+
+
+def run(size: int, program: Callable[..., Any]) -> list[Any]:
+    with gloo_world(size) as wires:
+        return run_threads(size, program, wires=wires, timeout_s=30)
+
+
+class TestTorchGroupKeepsTheContract(WireContract):
+    @contextmanager
+    def make_world(self, size: int) -> Iterator[Sequence[Wire]]:
+        with gloo_world(size) as wires:
+            yield wires
+
+
+# -- payloads through the group ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_payloads_go_through_the_group_and_small_ones_do_not(size: int) -> None:
+    sizes = (LARGE, 1 << 20, 10, 3_000_001)
+
+    def program(wire: TorchGroupWire) -> None:
+        meeting = Meeting(wire)
+        peers = [rank for rank in range(size) if rank != wire.rank]
+        inner_before = wire.inner.bytes_sent
+        handles, arrived = [], {}
+        for peer in peers:
+            for index, num_bytes in enumerate(sizes):
+                handles.append(send(wire, peer, Tag(1, 5, index), body(wire.rank, peer, index, num_bytes)))
+                handle, arrived[peer, index] = receive(wire, peer, Tag(1, 5, index), num_bytes)
+                handles.append(handle)
+        wait_for(wire, *handles)
+        for (peer, index), got in arrived.items():
+            assert got == [body(peer, wire.rank, index, sizes[index])]
+        through_inner = wire.inner.bytes_sent - inner_before
+        assert through_inner < 2000 * len(peers)  # frames and answers only
+        assert wire.bytes_sent - wire.inner.bytes_sent == len(peers) * sum(n for n in sizes if n > INLINE_BYTES)
+        meeting()
+
+    run(size, program)
+
+
+def test_a_large_send_waits_until_it_is_asked_for_and_read_only_memory_may_be_sent() -> None:
+    def program(wire: TorchGroupWire) -> None:
+        meeting = Meeting(wire)
+        if wire.rank == 0:
+            sent = wire.send(memoryview(b"x" * LARGE), 1, TAG, 0)
+            meeting()
+            assert not sent.done
+            wait_for(wire, sent)
+        else:
+            meeting()
+            handle, arrived = receive(wire, 0, TAG, LARGE)
+            assert not handle.done
+            wait_for(wire, handle)
+            assert arrived == [b"x" * LARGE]
+        meeting()
+
+    run(2, program)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["asked first", "came first"])
+@pytest.mark.parametrize(
+    ("asked", "dtype", "digest", "error"),
+    [(LARGE - 1, 1, 7, FrameError), (LARGE + 1, 1, 7, FrameError), (10, 1, 7, FrameError), (LARGE, 2, 7, FrameError)]
+    + [(LARGE, 1, 8, DigestMismatch)],
+    ids=["shorter", "longer", "small", "dtype", "digest"],
+)
+def test_a_large_message_that_was_not_asked_for_is_an_error_and_no_abort(
+    asked: int, dtype: int, digest: int, error: type[Exception], early: bool
+) -> None:
+    def program(wire: TorchGroupWire) -> None:
+        meeting = Meeting(wire)
+        if wire.rank == 0:
+            if not early:
+                meeting()
+            sent = send(wire, 1, TAG, bytes(LARGE), dtype=1)
+            if early:
+                meeting()
+            wait_for(wire, sent)  # as on sockets: the receiver's error is not the sender's
+        else:
+            if early:
+                meeting()
+            handle, arrived = receive(wire, 0, Tag(1, 0, 0, digest), asked, dtype)
+            if not early:
+                meeting()
+            with pytest.raises(error) as caught:
+                wait_for(wire, handle)
+            assert getattr(caught.value, "rank") == 0 and arrived == []  # noqa: B009
+        meeting()
+        exchange_large(wire, 1 - wire.rank)
+        assert wire.broken is None
+        meeting()
+
+    run(2, program)
+
+
+def exchange_large(wire: Wire, peer: int, sequence: int = 9) -> None:
+    sent = send(wire, peer, Tag(9, sequence, 0), body(wire.rank, peer, sequence, LARGE))
+    handle, arrived = receive(wire, peer, Tag(9, sequence, 0), LARGE)
+    wait_for(wire, sent, handle)
+    assert arrived == [body(peer, wire.rank, sequence, LARGE)]
+
+
+def test_large_messages_of_a_cancelled_collective_end_without_touching_memory() -> None:
+    def program(wire: TorchGroupWire) -> None:
+        meeting = Meeting(wire)
+        if wire.rank == 0:
+            parked = send(wire, 1, Tag(1, 0, 0), bytes(LARGE))
+            meeting()
+            meeting()  # rank 1 has cancelled
+            late = send(wire, 1, Tag(1, 0, 1), bytes(LARGE))
+            wait_for(wire, parked, late)
+        else:
+            asked, arrived = receive(wire, 0, Tag(1, 0, 1), LARGE)
+            meeting()
+            wire.cancel(1, 0)
+            meeting()
+        meeting()
+        if wire.rank == 1:
+            assert not asked.done and arrived == []
+        exchange_large(wire, 1 - wire.rank)
+        meeting()
+
+    run(2, program)
+
+
+def test_what_a_cancelling_sender_has_promised_arrives_as_it_was() -> None:
+    def program(wire: TorchGroupWire) -> None:
+        meeting = Meeting(wire)
+        if wire.rank == 0:
+            memory = bytearray(b"good" * LARGE)
+            sent = wire.send(memoryview(memory), 1, TAG, 0)
+            meeting()
+            wire.cancel(1, 0)
+            memory[:] = b"evil" * LARGE
+            meeting()
+            meeting()
+            assert not sent.done
+        else:
+            meeting()
+            meeting()
+            handle, arrived = receive(wire, 0, TAG, 4 * LARGE)
+            wait_for(wire, handle)
+            assert arrived == [b"good" * LARGE]
+            meeting()
+
+    run(2, program)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("length", [7, 400_001])
+def test_the_executor_runs_a_ring_on_it(size: int, length: int) -> None:
+    def program(wire: TorchGroupWire) -> torch.Tensor:
+        communicator = Communicator(wire, TIMEOUTS)
+        meeting = Meeting(wire)
+        tensor = torch.arange(length, dtype=torch.float32) * (wire.rank + 1)
+        plan = catalogue.plan(Kind.ALL_REDUCE, "ring", wire.rank, size)
+        communicator.start(Request(plan, tensor, "sum", 1, 0, 128 << 10)).wait(20)
+        meeting()
+        assert wire.bytes_sent > wire.inner.bytes_sent or length == 7
+        return tensor
+
+    for tensor in run(size, program):
+        expected = torch.arange(length, dtype=torch.float32) * sum(range(1, size + 1))
+        torch.testing.assert_close(tensor, expected)
+
+
+# -- lost peers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_lost_in_the_middle_of_a_transfer_is_named_in_time_and_survivors_go_on() -> None:
+    def program(wire: TorchGroupWire) -> None:
+        meeting = Meeting(wire)
+        meeting()
+        if wire.rank == 1:
+            # Promises a payload, gets the go-ahead, and dies before it sends anything.
+            wire.inner.listen(9, lambda source, answer: None)
+            send(wire, 0, TAG, bytes(LARGE))
+            meeting()
+            wire.abandon()
+            return
+        if wire.rank == 0:
+            handle, arrived = receive(wire, 1, TAG, LARGE)
+        meeting()
+        start = wire.now()
+        if wire.rank == 0:
+            with pytest.raises(PeerLost) as caught:
+                wait_for(wire, handle)
+            assert caught.value.rank == 1 and arrived == []
+        progress_until(wire, lambda: 1 in wire.lost, "the loss")
+        assert wire.now() - start < 2
+        meeting(1)
+        exchange_large(wire, 2 - wire.rank)  # on the inner wire: one of the groups is broken
+        assert wire.broken is not None
+        meeting(1)
+
+    run(3, program)
+
+
+def test_a_collective_of_the_executor_names_the_rank_that_died() -> None:
+    def program(wire: TorchGroupWire) -> None:
+        communicator = Communicator(wire, TIMEOUTS)
+        meeting = Meeting(wire)
+        meeting()
+        if wire.rank == 2:
+            wire.abandon()
+            return
+        plan = catalogue.plan(Kind.ALL_REDUCE, "ring", wire.rank, 3)
+        start = wire.now()
+        with pytest.raises(PeerLost) as caught:
+            communicator.start(Request(plan, torch.ones(1_000_000), "sum", 1, 0)).wait(20)
+        assert caught.value.rank == 2 and wire.now() - start < 2
+
+    run(3, program)
+
+
+def test_a_transfer_that_only_the_group_has_lost_blames_its_peer_after_a_while() -> None:
+    def program(wire: TorchGroupWire) -> None:
+        meeting = Meeting(wire)
+        meeting()
+        if wire.rank == 1:
+            wire.inner.listen(9, lambda source, answer: None)
+            send(wire, 0, TAG, bytes(LARGE))
+            meeting()
+            wire._works.end_all()  # the connection breaks, the control plane stays
+            meeting()
+        else:
+            handle, _ = receive(wire, 1, TAG, LARGE)
+            meeting()
+            with pytest.raises(PeerLost, match="gloo group broke") as caught:
+                wait_for(wire, handle)
+            assert caught.value.rank == 1 and not wire.lost
+            meeting()
+
+    run(2, program)
+
+
+def test_closing_with_a_receive_that_never_ends_is_quick() -> None:
+    def program(wire: TorchGroupWire) -> float:
+        meeting = Meeting(wire)
+        if wire.rank == 1:
+            wire.inner.listen(9, lambda source, answer: None)
+            send(wire, 0, TAG, bytes(LARGE))
+            meeting()
+            progress_until(wire, lambda: 0 in wire.lost, "the goodbye")
+            return 0.0
+        receive(wire, 1, TAG, LARGE)
+        meeting()
+        start = wire.now()
+        wire.close()
+        wire.close()
+        return wire.now() - start
+
+    before = threading.active_count()
+    with gloo_world(2) as wires:
+        assert run_threads(2, program, wires=wires)[0] < 1.5
+    assert threading.active_count() == before
+
+
+# -- the backend's own collectives ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_native_all_reduce_equals_the_arithmetic(size: int) -> None:
+    expected = {"sum": sum(range(1, size + 1)), "mean": (size + 1) / 2, "min": 1, "max": size}
+
+    def program(wire: TorchGroupWire) -> None:
+        sequence = 0
+        for op, value in expected.items():
+            for length in (0, 1, 100_003):
+                tensor = torch.full((length,), float(wire.rank + 1), requires_grad=True)
+                wire.native_all_reduce(tensor, op, sequence, 10)
+                sequence += 1
+                assert torch.equal(tensor, torch.full((length,), float(value)))
+        columns = torch.full((6, 4), wire.rank + 1, dtype=torch.int64).t()  # not contiguous
+        wire.native_all_reduce(columns, "product", sequence, 10)
+        assert columns.eq(torch.arange(1, size + 1).prod()).all()
+
+    run(size, program)
+
+
+def test_native_broadcast_and_all_gather() -> None:
+    def program(wire: TorchGroupWire) -> None:
+        tensor = torch.full((5, 2), wire.rank)
+        rows = wire.native_all_gather(tensor, 0, 10)
+        assert torch.equal(rows, torch.arange(3)[:, None, None].expand(3, 5, 2))
+        wire.native_broadcast(tensor, 2, 1, 10)
+        assert tensor.eq(2).all()
+
+    run(3, program)
+
+
+@pytest.mark.parametrize(
+    ("odd", "op", "words"),
+    [
+        (torch.ones(5), "sum", r"ranks 0, 2: all_reduce\(float32\[4\].*\n  rank 1: all_reduce\(float32\[5\]"),
+        (torch.ones(4, dtype=torch.int32), "sum", r"rank 1: all_reduce\(int32\[4\], op=sum"),
+        (torch.ones(4), "max", r"ranks 0, 2: .*op=sum.*\n  rank 1: .*op=max"),
+    ],
+    ids=["size", "dtype", "op"],
+)
+def test_different_native_calls_are_an_error_on_every_rank_and_no_abort(odd: torch.Tensor, op: str, words: str) -> None:
+    def program(wire: TorchGroupWire) -> None:
+        mine = (odd, op) if wire.rank == 1 else (torch.ones(4), "sum")
+        with pytest.raises(RankMismatch, match=words):
+            wire.native_all_reduce(*mine, 0, 10)
+        tensor = torch.ones(4)
+        wire.native_all_reduce(tensor, "sum", 1, 10)
+        assert tensor.eq(3).all()
+
+    run(3, program)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "op", "words"),
+    [
+        (torch.ones(3, dtype=torch.int16), "sum", "int16"),
+        (torch.ones(3, dtype=torch.int64), "mean", "mean"),
+        (torch.ones(3), "median", "median"),
+        (torch.ones(3, dtype=torch.complex64), "max", "complex"),
+    ],
+)
+def test_what_gloo_cannot_do_is_refused_and_the_others_are_told(tensor: torch.Tensor, op: str, words: str) -> None:
+    def program(wire: TorchGroupWire) -> None:
+        if wire.rank == 0:
+            with pytest.raises(ConfigurationError, match=words):
+                wire.native_all_reduce(tensor, op, 0, 10)
+        else:
+            with pytest.raises(WireError, match="rank 0 did not take part"):
+                wire.native_all_reduce(torch.ones(3), "sum", 0, 10)
+        ones = torch.ones(3)
+        wire.native_all_reduce(ones, "sum", 1, 10)
+        assert ones.eq(2).all()
+
+    run(2, program)
+
+
+def test_a_rank_that_does_not_come_to_a_native_call_is_named() -> None:
+    def program(wire: TorchGroupWire) -> None:
+        meeting = Meeting(wire)
+        meeting()
+        if wire.rank != 1:
+            error = WireTimeout if wire.rank == 0 else WireError
+            with pytest.raises(error, match="rank 1"):
+                wire.native_all_reduce(torch.ones(3), "sum", 0, 0.3 if wire.rank == 0 else 5)
+        meeting()
+
+    run(3, program)
+
+
+@pytest.mark.parametrize("agreed", [False, True], ids=["before it began", "after all agreed"])
+def test_a_rank_that_dies_in_a_native_call_is_named_in_time(agreed: bool) -> None:
+    def program(wire: TorchGroupWire) -> None:
+        meeting = Meeting(wire)
+        meeting()
+        if wire.rank == 2:
+            if agreed:
+                wire._group = _Dies(wire)
+                wire._works.group = wire._group
+                with pytest.raises(ZeroDivisionError):
+                    wire.native_all_reduce(torch.ones(300_000), "sum", 0, 10)
+                assert wire._group.fired
+            else:
+                wire.abandon()
+            return
+        start = wire.now()
+        with pytest.raises(PeerLost) as caught:
+            wire.native_all_reduce(torch.ones(300_000), "sum", 0, 10)
+        assert caught.value.rank == 2 and wire.now() - start < 3
+        if agreed:
+            with pytest.raises(WireError, match="broken|lost"):
+                wire.native_all_reduce(torch.ones(3), "sum", 1, 10)
+
+    run(3, program)
+
+
+class _Dies:
+    """A group whose rank dies at the moment of its first collective."""
+
+    def __init__(self, wire: TorchGroupWire) -> None:
+        self._wire = wire
+        self._whole = wire._group
+        self.fired = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        self.fired = True
+        self._wire.abandon()
+        raise ZeroDivisionError
+
+
+def test_payloads_and_a_native_call_share_the_group() -> None:
+    def program(wire: TorchGroupWire) -> None:
+        meeting = Meeting(wire)
+        peer = 1 - wire.rank
+        finished: list[Handle] = []
+        arrived: list[bytes] = []
+        wire.send(memoryview(bytearray(1 << 20)), peer, TAG, 0, finished.append)
+        wire.recv(peer, TAG, 1 << 20, 0, lambda view: arrived.append(bytes(view)), finished.append)
+        tensor = torch.ones(200_000)
+        wire.native_all_reduce(tensor, "mean", 0, 10)
+        assert tensor.eq(1).all()
+        progress_until(wire, lambda: len(finished) == 2, "the payloads")
+        assert arrived == [bytes(1 << 20)]
+        meeting()
+
+    run(2, program)
+
+
+# -- making one -------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_other_ranks_is_refused() -> None:
+    with gloo_world(1) as wires:
+        other = TcpWire(0, 2, secret=bytes(32))
+        with pytest.raises(ConfigurationError, match="rank 0 of a group of 1 over a wire that is rank 0 of 2"):
+            TorchGroupWire(other, wires[0]._group)
+        other.abandon()
+
+
+def test_a_backend_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'carrier-pigeon' cannot be used.*'gloo'"):
+        torch_group("carrier-pigeon", 0, 1)
+
+
+WORKER = """
+import os, sys, torch, torch.distributed as dist
+from stretto.job.membership import Peer
+from stretto.wire.tcp import TcpWire
+from stretto.wire.torch_group import TorchGroupWire, torch_group
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if sys.argv[1] == "theirs":
+    dist.init_process_group("gloo")
+group = torch_group("gloo", rank, size, timeout_s=20)
+assert group is not dist.group.WORLD
+inner = TcpWire(rank, size, secret=bytes(32))
+addresses = [None] * size
+dist.all_gather_object(addresses, inner.address)
+inner.connect([Peer(r, r, "here", address, 0) for r, address in enumerate(addresses)])
+wire = TorchGroupWire(inner, group)
+tensor = torch.full((100_000,), float(rank))
+wire.native_all_reduce(tensor, "mean", 0, 20)
+assert tensor.eq((size - 1) / 2).all()
+wire.close()
+dist.destroy_process_group()
+print(f"rank {rank} has {tensor[0].item()}")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("default_group", ["ours", "theirs"])
+def test_native_all_reduce_between_processes_of_torchrun(tmp_path: Path, default_group: str) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(textwrap.dedent(WORKER))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    source = str(Path(stretto.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script), default_group], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if " has " in line) == ["rank 0 has 0.5", "rank 1 has 0.5"]
