@@ -27,6 +27,7 @@ from stretto.bench.settings import Settings, check, parse_algorithms, show_size
 from stretto.bench.show import cells, headline, show
 from stretto.bench.start import run_workers
 
+LEAST_ROUNDS = 7
 K, M = 1 << 10, 1 << 20
 RESULTS = Path(__file__).parent / "results"
 QUICK_RESULTS = Path("build/benchmarks")
@@ -94,7 +95,9 @@ def judged(claim: Claim, report: Report, size: int) -> str:
     by_wire = {row.wire: row for row in rows if row.contender in ("auto", "gloo")}
     measured = claim.measure(by_wire)
     verdict = "met" if measured >= claim.target else "**missed**"
-    if size != claim.size:
+    if report.settings.repeat < LEAST_ROUNDS:
+        verdict = f"not judged: fewer than {LEAST_ROUNDS} rounds"
+    elif size != claim.size:
         verdict = f"not judged: the claim is about {show_size(claim.size)}"
     return f"| {claim.text} | {show_size(size)} | {claim.target:.2f} | {measured:.2f} | {verdict} |"
 

@@ -122,7 +122,7 @@ def plot(times: Times, workers: int, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    colours = iter(matplotlib.colormaps["tab20"].colors)
+    colours = iter(matplotlib.colormaps["tab20"](range(20)))
     for algorithm in ALGORITHMS:
         values = [times[size][algorithm] * 1e3 for size in times]
         look = {"color": "black", "linewidth": 3} if algorithm == "auto" else {"color": next(colours), "linewidth": 1.5}
@@ -133,7 +133,7 @@ def plot(times: Times, workers: int, path: Path) -> None:
     axes.tick_params(axis="x", which="minor", bottom=False)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
     figure.legend(fontsize="small", loc="outside right center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

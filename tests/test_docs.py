@@ -69,7 +69,7 @@ def execute(snippet: Snippet, folder: Path) -> None:
         assert snippet.language in ("console", "bash"), f"a snippet in {snippet.language!r} cannot be run"
         for command, shown in commands(snippet):
             printed = run(["bash", "-c", command], folder, fails=detail == "fails")
-            missing = [line for line in shown if without_numbers(line) not in without_numbers(printed).splitlines()]
+            missing = [line for line in shown if comparable(line) not in comparable(printed).splitlines()]
             assert not missing, f"{command}\nshould print:\n{chr(10).join(missing)}\nbut printed:\n{printed}"
 
 
@@ -83,8 +83,8 @@ def commands(snippet: Snippet) -> Iterator[tuple[str, list[str]]]:
         yield command, [line for line in shown if line.strip() and line.strip() != "..."]
 
 
-def without_numbers(text: str) -> str:
-    """Process ids and durations differ from run to run."""
+def comparable(text: str) -> str:
+    """Without what differs from run to run: process ids and durations."""
     return re.sub(r"\d+(\.\d+)?", "N", text)
 
 

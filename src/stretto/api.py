@@ -75,6 +75,7 @@ def current_job() -> Job:
 
 
 def is_initialized() -> bool:
+    """Whether `init` was called in this context (and `shutdown` was not)."""
     return _job.get() is not None
 
 

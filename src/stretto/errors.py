@@ -7,6 +7,7 @@
     │   ├── UnreachableError                a worker publishes an address others cannot reach
     │   ├── SecretError                     missing, malformed or wrong job secret
     │   └── WorkerFailed (.rank)            a function run by stretto.launch raised, or its process died
+    ├── NonFiniteGradient (.found)          NaN or infinity in a gradient (with check_finite=True)
     └── WireError                           something went wrong between running workers
         ├── PeerLost (.rank)                that worker died, was stopped, left, or its link is cut
         ├── WireTimeout (.rank, .tag)       that worker is alive but did not arrive before the deadline
@@ -54,6 +55,18 @@ class WorkerFailed(JobError):
 
     def __reduce__(self) -> tuple[type[WorkerFailed], tuple[int, str, str]]:
         return WorkerFailed, (self.rank, self.reason, self.traceback)
+
+
+class NonFiniteGradient(StrettoError):
+    """NaN or infinity in a combined gradient. `found`: for each rank that produced one, the first parameter it was in."""
+
+    def __init__(self, found: dict[int, str]) -> None:
+        where = ", ".join(f"rank {rank} in {name!r}" for rank, name in sorted(found.items()))
+        super().__init__(
+            f"a gradient is not finite: {where or 'no worker alone; the sum overflowed'}.\n"
+            f"Lower the learning rate or the loss scale, or leave check_finite off to let GradScaler skip such steps."
+        )
+        self.found = found
 
 
 class WireError(StrettoError):

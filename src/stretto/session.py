@@ -7,6 +7,8 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -55,10 +57,12 @@ class Job:
         self.local_rank = launch.local_rank
         self.choices: Choices | None = None
         self.closed = False
+        self.weight = 1.0  # of this worker's gradients in a mean; see `stretto.weight`
         self.at_exit: Finalize | None = None
         self._communication = None if wire is None else CommunicationThread(Communicator(wire, timeouts))
         self._staging = Staging()
         self._sequence = 0
+        self._channels = PUBLIC_CHANNEL
         self._lock = threading.Lock()
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -89,7 +93,13 @@ class Job:
         return gathered
 
     def gather_object(self, value: Any) -> list[Any]:
-        encoded = msgspec.msgpack.encode(value)
+        try:
+            encoded = msgspec.msgpack.encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as problem:
+            raise ConfigurationError(
+                f"gather_object of a {type(value).__name__} that cannot be encoded ({problem}). It carries what is made of None, "
+                f"bool, int, float, str, bytes, list and dict. Convert it to these; for tensors there is all_gather."
+            ) from problem
         lengths = self.all_gather(torch.tensor([len(encoded)], dtype=torch.int64))
         longest = int(lengths.max())
         if longest > MAX_OBJECT_BYTES:
@@ -124,14 +134,26 @@ class Job:
         op: str = "sum",
         root: int = 0,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        name: tuple[int, int] | None = None,
+        ready: Callable[[], bool] | None = None,
     ) -> Pending:
-        """Begin a collective on flat host memory; it must not be touched until the result is waited for."""
+        """Begin a collective on flat host memory; it must not be touched until the result is waited for.
+
+        `name` (channel, sequence) must be the same on all ranks; without it, the calls of this job are numbered in their order.
+        `ready` says when the memory holds what is to be sent, if it does not yet (a copy from a GPU is under way).
+        """
         plan = catalogue.plan(kind, algorithm, self.rank, self.world_size, root=root, group=self.workers_per_host)
         assert self._communication is not None
         with self._lock:
-            sequence, self._sequence = self._sequence, (self._sequence + 1) & 0xFFFFFFFF
-            request = Request(plan, flat, op, PUBLIC_CHANNEL, sequence, segment_bytes)
-            return self._communication.start(request)
+            if name is None:
+                name = (PUBLIC_CHANNEL, self._sequence)
+                self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+            return self._communication.start(Request(plan, flat, op, *name, segment_bytes), ready)
+
+    def new_channel(self) -> int:
+        """A stream of collectives of its own. All ranks must ask for their channels in the same order."""
+        self._channels += 1
+        return self._channels
 
     def _native_all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         from stretto.wire.torch_group import TorchGroupWire  # brings in torch.distributed, which others do without
@@ -146,7 +168,8 @@ class Job:
         assert self._communication is not None
         with self._lock:
             sequence, self._sequence = self._sequence, (self._sequence + 1) & 0xFFFFFFFF
-        self._communication.call(lambda: wire.native_all_reduce(tensor, op, sequence, self.timeouts.arrive_s))
+        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        self._communication.call(lambda: wire.native_all_reduce(tensor, op, sequence, self.timeouts.arrive_s, stream))
         return tensor
 
     # -- choosing -----------------------------------------------------------------------------------------------------
@@ -181,6 +204,15 @@ class Job:
             self.run(Kind.ALL_REDUCE, probe, trial.algorithm)
             times.append(time.perf_counter() - begin)
         return min(times)
+
+    @contextmanager
+    def weighing(self, weight: float) -> Iterator[None]:
+        """For a while, this worker's gradients count with another weight."""
+        before, self.weight = self.weight, weight
+        try:
+            yield
+        finally:
+            self.weight = before
 
     @property
     def workers_per_host(self) -> int:
@@ -252,12 +284,20 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
     except BaseException:
         ours.abandon()
         raise
-    whole: Wire = ours
     if wire in ("gloo", "nccl"):
-        from stretto.wire.torch_group import TorchGroupWire, torch_group
+        return Job(launch, peers, _through_torch(wire, ours, timeouts), timeouts)
+    return Job(launch, peers, ours, timeouts)
 
-        whole = TorchGroupWire(ours, torch_group(wire, launch.rank, launch.world_size))
-    return Job(launch, peers, whole, timeouts)
+
+def _through_torch(backend: str, ours: TcpWire | ZeroMQWire, timeouts: Timeouts) -> Wire:
+    from stretto.wire.torch_group import TorchGroupWire, torch_group
+
+    try:
+        group = torch_group(backend, ours.rank, ours.world_size, timeout_s=timeouts.connect_s)
+    except BaseException:
+        ours.abandon()
+        raise
+    return TorchGroupWire(ours, group, timeouts=timeouts)
 
 
 def _processors_to_spare(launch: Launch) -> bool:

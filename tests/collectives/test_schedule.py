@@ -182,39 +182,37 @@ def test_segments_are_no_longer_than_asked_for_and_cover_everything_once() -> No
 def test_a_segment_waits_only_for_its_own_elements() -> None:
     """The second segment of a chain can leave before the first has come back."""
     schedule = compile_plan(catalogue.plan(Kind.ALL_REDUCE, "chain", 0, 3), 16, 4)
-    assert [count for count, task in zip(schedule.num_dependencies, schedule.tasks, strict=True) if task.action is Action.SEND] == [0] * 4
-    receives = [n for n, task in enumerate(schedule.tasks) if task.action is Action.RECEIVE]
-    assert [schedule.num_dependencies[n] for n in receives] == [1] * 4
+    waits: dict[Action, list[int]] = defaultdict(list)
+    for task, count in zip(schedule.tasks, schedule.num_dependencies, strict=True):
+        waits[task.action].append(count)
+    assert waits == {Action.SEND: [0] * 4, Action.RECEIVE: [1] * 4}
+
+
+class Hearsay(Interleaving):
+    """Every message carries the names of all whom its sender had heard of, directly or not, when it was sent."""
+
+    def __init__(self, schedules: list[Schedule], seed: int) -> None:
+        super().__init__(schedules, [np.zeros(0, np.int64)] * len(schedules), 1, seed)
+        self.heard_of = [{rank} for rank in range(len(schedules))]
+        self.carried: dict[tuple[int, int, int], set[int]] = {}
+
+    def _start(self, rank: int, number: int) -> None:
+        task = self.schedules[rank].tasks[number]
+        if task.action is Action.SEND:
+            self.carried[rank, task.peer, task.index] = set(self.heard_of[rank])
+        super()._start(rank, number)
+
+    def _deliver(self, name: tuple[int, int, int]) -> None:
+        self.heard_of[name[1]] |= self.carried[name]
+        super()._deliver(name)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_an_empty_vector_still_makes_every_rank_hear_from_every_other(size: int) -> None:
+def test_an_empty_vector_still_makes_every_rank_hear_of_every_other(size: int) -> None:
     for algorithm in catalogue.names(Kind.ALL_REDUCE):
-        heard = [{rank} for rank in range(size)]
-        schedules = [compile_plan(p, 0, 8) for p in plans(Kind.ALL_REDUCE, algorithm, size)]
-        walk = Interleaving(schedules, [np.zeros(0, np.int64)] * size, 1, seed=size)
-        carried: dict[tuple[int, int], set[int]] = {}
-        start, done = walk._start, walk._done
-
-        def note_start(rank: int, number: int) -> None:
-            if schedules[rank].tasks[number].action is Action.SEND:
-                carried[rank, number] = set(heard[rank])
-            start(rank, number)
-
-        def note_done(rank: int, number: int) -> None:
-            task = schedules[rank].tasks[number]
-            if task.action is Action.RECEIVE:
-                sends = schedules[task.peer].tasks
-                send = next(
-                    n for n, t in enumerate(sends)
-                    if t.action is Action.SEND and t.peer == rank and t.index == task.index
-                )
-                heard[rank] |= carried[task.peer, send]
-            done(rank, number)
-
-        walk._start, walk._done = note_start, note_done  # type: ignore[method-assign]
+        walk = Hearsay([compile_plan(p, 0, 8) for p in plans(Kind.ALL_REDUCE, algorithm, size)], seed=size)
         walk.run()
-        assert heard == [set(range(size))] * size, algorithm
+        assert walk.heard_of == [set(range(size))] * size, algorithm
 
 
 def test_a_transposition_of_what_cannot_be_divided_is_refused() -> None:

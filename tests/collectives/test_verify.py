@@ -123,6 +123,8 @@ def test_a_plan_with_any_one_message_in_another_step_is_rejected(entry: Entry) -
 def test_a_plan_that_uses_the_wrong_buffer_anywhere_is_rejected(entry: Entry) -> None:
     plans = world(entry)
     for rank, index, operation in each_place(plans):
+        if entry.name == "butterfly" and isinstance(operation, Send) and operation.buffer is W:
+            continue  # both hold the same here; what the copy changes is who waits for whom (test_schedule.py)
         if not isinstance(operation, Local):
             program = list(plans[rank].operations)
             program[index] = replace(operation, buffer=W if operation.buffer is D else D)

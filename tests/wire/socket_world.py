@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
+import pytest
+
+from stretto.errors import FrameError, PeerLost, WireError
 from stretto.job.membership import Peer
-from stretto.testing import run_threads
+from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
-from stretto.wire.framed import FramedWire
+from stretto.wire.base import Tag
+from stretto.wire.framed import TOPIC_ANSWER, TOPIC_HELLO, TOPIC_OFFER, FramedWire
 from stretto.wire.frames import FrameKind, Header
+from stretto.wire.shared_memory import Offer
 from stretto.wire.tcp import TcpWire
 from stretto.wire.zeromq import ZeroMQWire
+from wire.contract import Meeting, exchange_once, progress_until, receive
 
 SECRET = bytes(range(32))
 QUICK = Timeouts(connect_s=10, silence_s=5, arrive_s=10, leave_s=2)
+DECODING_TOPIC = 700
 Make = Callable[[int, int], FramedWire]
 
 
-def tcp(*, timeouts: Timeouts = QUICK, shared_memory: bool = True) -> Make:
-    return lambda rank, size: TcpWire(rank, size, secret=SECRET, timeouts=timeouts, shared_memory=shared_memory)
+def tcp(*, timeouts: Timeouts = QUICK, shared_memory: bool = True, write_in_thread: bool = False) -> Make:
+    return lambda rank, size: TcpWire(
+        rank, size, secret=SECRET, timeouts=timeouts, shared_memory=shared_memory, write_in_thread=write_in_thread
+    )
 
 
 def zeromq(*, encrypt: bool = False, timeouts: Timeouts = QUICK, shared_memory: bool = True) -> Make:
@@ -129,3 +141,164 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
         time.sleep(0.005)
+
+
+# A peer that misbehaves: rank 2 of 3, connected in order, with the right secret, and then left to the test.
+
+ROGUE = 2
+TAG_INDEX = 7  # the receive that waits for the rogue is for (1, 0, TAG_INDEX), 16 bytes of float32
+
+
+def good_frame() -> bytes:
+    return frame(FrameKind.INLINE, ROGUE, bytes(16), index=TAG_INDEX, dtype=1)
+
+
+def patched(offset: int, value: bytes) -> bytes:
+    part = bytearray(good_frame())
+    part[offset : offset + len(value)] = value
+    return bytes(part)
+
+
+# Each ends the receive that waits: with FrameError where one message was wrong, with PeerLost where the peer cannot be trusted.
+BAD_FRAMES: dict[str, bytes] = {
+    "garbage": random.Random(1).randbytes(1000),
+    "zeros": bytes(1000),
+    "magic": patched(0, b"XX"),
+    "version": patched(2, b"\x09"),
+    "kind": patched(3, b"\x63"),
+    "dtype code": patched(28, b"\xfa"),
+    "reserved": patched(29, b"\x01"),
+    "wrong dtype": frame(FrameKind.INLINE, ROGUE, bytes(16), index=TAG_INDEX, dtype=2),
+    "shorter": frame(FrameKind.INLINE, ROGUE, bytes(12), index=TAG_INDEX, dtype=1),
+    "longer": frame(FrameKind.INLINE, ROGUE, bytes(20), index=TAG_INDEX, dtype=1),
+    "wrong source": frame(FrameKind.INLINE, 1, bytes(16), index=TAG_INDEX, dtype=1),
+    "source out of range": frame(FrameKind.INLINE, 2**32 - 1, bytes(16), index=TAG_INDEX, dtype=1),
+    "wrong generation": frame(FrameKind.INLINE, ROGUE, bytes(16), index=TAG_INDEX, dtype=1, generation=1),
+    "declared over the limit": frame(FrameKind.INLINE, ROGUE, bytes(16), declared=frames.MAX_PAYLOAD_BYTES + 1),
+    "declared without end": frame(FrameKind.INLINE, ROGUE, bytes(16), declared=2**64 - 1),
+    "declared post over the limit": frame(FrameKind.POST, ROGUE, bytes(16), declared=frames.MAX_POST_BYTES + 1),
+    "goodbye with a payload": frame(FrameKind.GOODBYE, ROGUE, bytes(16)),
+    "acknowledgement of 5 bytes": frame(FrameKind.ACK, ROGUE, bytes(5)),
+    "payload in no part": frame(FrameKind.BULK, ROGUE, bytes(16), index=TAG_INDEX, dtype=1),
+    "shared memory nobody agreed on": frame(FrameKind.SHARED, ROGUE, declared=16, index=TAG_INDEX, dtype=1, number=1),
+    "an unasked message twice": frame(FrameKind.INLINE, ROGUE, b"x", index=99),
+    "text that is not text": post(ROGUE, DECODING_TOPIC, b"\xa2\xff\xff"),
+    "nested without end": post(ROGUE, DECODING_TOPIC, b"\x91" * 100_000),
+}
+
+# None of these is an error of the kind that ends a receive.
+HARMLESS_FRAMES: dict[str, bytes] = {
+    "heartbeat": frame(FrameKind.HEARTBEAT, ROGUE),
+    "a second greeting": post(ROGUE, TOPIC_HELLO),
+    "acknowledgements of nothing": frame(FrameKind.ACK, ROGUE, b"\1\0\0\0\xff\xff\xff\xff"),
+    "an answer to no offer": post(ROGUE, TOPIC_ANSWER, b"\xc1"),
+    "an offer that is no offer": post(ROGUE, TOPIC_OFFER, b"\xc1\xff"),
+    "an offer with a bad path": post(ROGUE, TOPIC_OFFER, msgspec.msgpack.encode(Offer("/\0", bytes(64), 4, 4096))),
+    "an offer of too much": post(ROGUE, TOPIC_OFFER, msgspec.msgpack.encode(Offer("/dev/zero", bytes(64), 4, 2**40))),
+    "an offer of a device": post(ROGUE, TOPIC_OFFER, msgspec.msgpack.encode(Offer("/dev/zero", bytes(64), 4, 4096))),
+    "a post on a topic without listener": post(ROGUE, 4_000_000, b"?"),
+    "a message nobody asked for": frame(FrameKind.INLINE, ROGUE, b"x", index=99),
+}
+
+
+Say = Callable[[FramedWire, int, bytes], None]  # (the rogue's wire, to whom, one frame)
+
+
+@contextmanager
+def world_with_a_rogue(make: Make) -> Iterator[list[FramedWire]]:
+    with socket_world(3, make, hosts=["here", "here", "elsewhere"]) as wires:
+        try:
+            yield wires
+        finally:
+            wires[ROGUE].abandon()
+
+
+def blamed(error: WireError) -> int:
+    assert isinstance(error, (FrameError, PeerLost))
+    return error.rank
+
+
+def decode_posts(wire: FramedWire) -> None:
+    """What protocols above a wire do with control messages."""
+
+    def decode(source: int, body: bytes) -> None:
+        msgspec.msgpack.decode(body, type=list[Any] | str)
+
+    wire.listen(DECODING_TOPIC, decode)
+
+
+def check_bad(make: Make, say: Say, bad: bytes, twice: bool) -> None:
+    """Rank 0 hears `bad` from the rogue: its receive ends with an error; ranks 0 and 1 go on, and so do 1 and the rogue."""
+    with world_with_a_rogue(make) as wires:
+
+        def program(wire: FramedWire) -> None:
+            decode_posts(wire)
+            meeting = Meeting(wire)
+            handle, arrived = receive(wire, ROGUE, Tag(1, 0, TAG_INDEX), 16, 1)
+            meeting(ROGUE)
+            if wire.rank == 0:
+                say(wires[ROGUE], 0, bad)
+                if twice:
+                    say(wires[ROGUE], 0, bad)
+                with pytest.raises((FrameError, PeerLost)) as caught:
+                    wait_for(wire, handle)
+                assert blamed(caught.value) == ROGUE
+                assert arrived == []
+            else:
+                say(wires[ROGUE], 1, good_frame())
+                wait_for(wire, handle)
+                assert arrived == [bytes(16)] and not wire.lost
+            meeting(ROGUE)
+            exchange_once(wire)
+            meeting(ROGUE)
+
+        run_threads(2, program, wires=wires[:2])
+
+
+def check_harmless(make: Make, say: Say, harmless: bytes) -> None:
+    with world_with_a_rogue(make) as wires:
+
+        def program(wire: FramedWire) -> None:
+            handle, arrived = receive(wire, ROGUE, Tag(1, 0, TAG_INDEX), 16, 1)
+            say(wires[ROGUE], wire.rank, harmless)
+            say(wires[ROGUE], wire.rank, good_frame())
+            wait_for(wire, handle)
+            assert arrived == [bytes(16)] and not wire.lost
+
+        run_threads(2, program, wires=wires[:2])
+
+
+def check_mutations(make: Make, say: Say, seed: int, num_frames: int = 40) -> None:
+    """Valid frames, some bytes of which were changed, then an end: whatever they became, nothing but the rogue is lost."""
+    chance = random.Random(seed)
+    valid = [*HARMLESS_FRAMES.values(), good_frame()]
+    with world_with_a_rogue(make) as wires:
+
+        def program(wire: FramedWire) -> None:
+            decode_posts(wire)
+            meeting = Meeting(wire)
+            handle, _ = receive(wire, ROGUE, Tag(1, 0, TAG_INDEX), 16, 1)
+            if wire.rank == 0:
+                with contextlib.suppress(OSError):  # rank 0 may have hung up already
+                    for _ in range(num_frames):
+                        say(wires[ROGUE], 0, mutated(chance.choice(valid), chance))
+                        wire.progress(0)
+                wires[ROGUE].abandon()
+            with contextlib.suppress(WireError):
+                wait_for(wire, handle)
+            progress_until(wire, lambda: ROGUE in wire.lost, "the end of the rogue")
+            meeting(ROGUE)
+            exchange_once(wire)
+            meeting(ROGUE)
+
+        run_threads(2, program, wires=wires[:2])
+        assert [set(wire.lost) for wire in wires[:2]] == [{ROGUE}, {ROGUE}]
+
+
+def mutated(part: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(part)
+    for _ in range(chance.choice([0, 1, 1, 2, 5])):
+        changed[chance.randrange(len(changed))] = chance.randrange(256)
+    if chance.random() < 0.1:
+        del changed[chance.randrange(len(changed)) :]
+    return bytes(changed)

@@ -1,12 +1,41 @@
+"""The plain wire: the contract, peers that send anything at all, strangers at the port."""
+
 from __future__ import annotations
 
+import logging
+import os
+import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
-from wire.contract import WireContract
-from wire.socket_world import socket_world, tcp
+import pytest
 
-from stretto.wire.base import Wire
+from stretto.errors import ConfigurationError, PeerLost, SecretError, UnreachableError
+from stretto.job.membership import Peer
+from stretto.testing import run_threads, wait_for
+from stretto.timeouts import Timeouts
+from stretto.wire.base import Tag, Wire
+from stretto.wire.framed import FramedWire
+from stretto.wire.tcp import TcpWire
+from wire.contract import WireContract, exchange_once, progress_until, receive
+from wire.socket_world import (
+    BAD_FRAMES,
+    HARMLESS_FRAMES,
+    ROGUE,
+    SECRET,
+    TAG_INDEX,
+    check_bad,
+    check_harmless,
+    check_mutations,
+    connect_all,
+    good_frame,
+    peak_memory_grows_by,
+    peer_of,
+    socket_world,
+    tcp,
+    wires_of,
+    world_with_a_rogue,
+)
 
 
 class TestTcpKeepsTheContract(WireContract):
@@ -21,3 +50,169 @@ class TestTcpWithSharedMemoryKeepsTheContract(WireContract):
     def make_world(self, size: int) -> Iterator[Sequence[Wire]]:
         with socket_world(size, tcp()) as wires:
             yield wires
+
+
+class TestTcpWithAWritingThreadKeepsTheContract(WireContract):
+    @contextmanager
+    def make_world(self, size: int) -> Iterator[Sequence[Wire]]:
+        with socket_world(size, tcp(shared_memory=False, write_in_thread=True)) as wires:
+            yield wires
+
+
+# A peer that misbehaves.
+
+
+def say(rogue: FramedWire, to: int, frame: bytes) -> None:
+    assert isinstance(rogue, TcpWire)
+    rogue._connections[to].socket.sendall(frame)
+
+
+@pytest.mark.parametrize("what", BAD_FRAMES)
+def test_a_bad_frame_ends_the_receive_with_the_rank_and_harms_nobody_else(what: str) -> None:
+    check_bad(tcp(), say, BAD_FRAMES[what], twice=what.endswith("twice"))
+
+
+@pytest.mark.parametrize("what", HARMLESS_FRAMES)
+def test_what_is_odd_but_harmless_changes_nothing(what: str) -> None:
+    check_harmless(tcp(), say, HARMLESS_FRAMES[what])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_changed_frames_never_crash_a_wire(seed: int) -> None:
+    check_mutations(tcp(), say, seed)
+
+
+@pytest.mark.parametrize("length", [1, 47, 48, 63])
+def test_a_frame_that_breaks_off_is_a_lost_peer(length: int) -> None:
+    with world_with_a_rogue(tcp()) as wires:
+        handle, arrived = receive(wires[0], ROGUE, Tag(1, 0, TAG_INDEX), 16, 1)
+        say(wires[ROGUE], 0, good_frame()[:length])
+        wires[ROGUE].abandon()
+        with pytest.raises(PeerLost, match="without a goodbye") as caught:
+            wait_for(wires[0], handle)
+        assert caught.value.rank == ROGUE and arrived == []
+
+
+def test_a_frame_may_come_byte_by_byte() -> None:
+    with world_with_a_rogue(tcp()) as wires:
+        handle, arrived = receive(wires[0], ROGUE, Tag(1, 0, TAG_INDEX), 16, 1)
+        for byte in good_frame():
+            say(wires[ROGUE], 0, bytes([byte]))
+            wires[0].progress(0)
+        wait_for(wires[0], handle)
+        assert arrived == [bytes(16)]
+
+
+@pytest.mark.parametrize("what", ["declared over the limit", "declared without end", "declared post over the limit"])
+def test_what_is_declared_over_the_limit_is_not_allocated(what: str) -> None:
+    with world_with_a_rogue(tcp()) as wires:
+
+        def hear() -> None:
+            say(wires[ROGUE], 0, BAD_FRAMES[what])
+            progress_until(wires[0], lambda: ROGUE in wires[0].lost, "the loss of the rogue")
+
+        assert peak_memory_grows_by(hear) < 16 << 20
+        assert "the limit is" in wires[0].lost[ROGUE].reason
+
+
+def test_a_peer_of_another_host_that_says_nothing_any_more_is_lost() -> None:
+    quick = Timeouts(connect_s=10, silence_s=0.5, leave_s=1)
+    with world_with_a_rogue(tcp(timeouts=quick)) as wires:
+
+        def program(wire: FramedWire) -> None:
+            start = wire.now()
+            handle, _ = receive(wire, ROGUE, Tag(1, 0, 0), 16, 1)
+            with pytest.raises(PeerLost, match="silent") as caught:
+                wait_for(wire, handle)
+            assert caught.value.rank == ROGUE and wire.now() - start < 2
+            assert list(wire.lost) == [ROGUE]
+            exchange_once(wire)
+
+        run_threads(2, program, wires=wires[:2])
+
+
+# Strangers.
+
+
+@contextmanager
+def strangers(address: str, number: int, words: bytes) -> Iterator[None]:
+    host, _, port = address.rpartition(":")
+    with ExitStack() as stack:
+        for _ in range(number):
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            connection.sendall(words)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(1, b""), (200, b""), (3, b"GET / HTTP/1.0\r\n\r\n" * 9), (3, bytes(10)), (3, b"stretto1" + bytes(28)), (1, bytes(65536))],
+    ids=["silent", "200 silent ones", "another protocol", "half a greeting", "a made up greeting", "a flood"],
+)  # fmt: skip
+def test_strangers_at_the_port_do_not_keep_the_job_from_forming(number: int, words: bytes) -> None:
+    with wires_of(3, tcp()) as wires, strangers(wires[0].address, number, words), strangers(wires[1].address, 1, words):
+        connect_all(wires, [peer_of(wire) for wire in wires])
+        run_threads(3, lambda wire: exchange_once(wire) if wire.rank < 2 else None, wires=wires)
+        run_threads(3, lambda wire: wire.close(), wires=wires)
+        assert all(wire.said_goodbye(rank) for wire in wires for rank in wire.lost)
+
+
+def test_strangers_are_logged_unless_they_said_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.DEBUG, "stretto.wire"),
+        wires_of(2, tcp()) as wires,
+        strangers(wires[0].address, 1, bytes(100)),
+        strangers(wires[0].address, 1, b""),
+    ):
+        connect_all(wires, [peer_of(wire) for wire in wires])
+    turned_away = {record.getMessage().rpartition(": ")[2]: record.levelno for record in caplog.records}
+    assert turned_away["not a worker of this job"] == logging.WARNING
+    assert turned_away["it said nothing, and went away"] == logging.DEBUG
+
+
+def test_after_the_job_has_formed_the_port_is_closed() -> None:
+    with socket_world(2, tcp()) as wires:
+        host, _, port = wires[0].address.rpartition(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)), timeout=5)
+
+
+def test_a_wrong_secret_is_told_to_the_one_who_connects_at_once() -> None:
+    quick = Timeouts(connect_s=1.5, silence_s=5)
+    with wires_of(2, lambda rank, size: TcpWire(rank, size, secret=bytes([rank]) * 32, timeouts=quick)) as wires:
+        peers = [peer_of(wire) for wire in wires]
+
+        def program(wire: FramedWire) -> float:
+            start = wire.now()
+            with pytest.raises(SecretError if wire.rank == 1 else UnreachableError) as caught:
+                wire.connect(peers)
+            assert "does not know this job's secret" in str(caught.value) or wire.rank == 0
+            return wire.now() - start
+
+        assert run_threads(2, program, wires=wires)[1] < 1.5
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"rank 0 cannot listen on 127.0.0.1:{port}"):
+            TcpWire(0, 2, secret=SECRET, port=port)
+
+
+def test_a_peer_that_does_not_connect_is_named_at_the_deadline() -> None:
+    quick = Timeouts(connect_s=0.5, silence_s=5)
+    with wires_of(1, lambda rank, size: TcpWire(rank, 2, secret=SECRET, timeouts=quick)) as wires:
+        absent = Peer(1, 1, "here", "127.0.0.1:1", os.getpid())
+        with pytest.raises(UnreachableError, match="rank 0 could not reach rank 1 at 127.0.0.1:1 within 0.5 s"):
+            wires[0].connect([peer_of(wires[0]), absent])
+
+
+def test_a_peer_that_has_already_left_does_not_keep_others_from_forming_the_job() -> None:
+    """Rank 0 may be done, and gone, before rank 2 has heard rank 1's greeting."""
+    with wires_of(3, tcp()) as wires:
+        wires[2]._left.add(0)
+        wires[2].lost[0] = PeerLost(0, "it left the job")
+        wires[2]._raise_if_lost()
+        wires[2].lost[1] = PeerLost(1, "its connection broke")
+        with pytest.raises(PeerLost, match="rank 1"):
+            wires[2]._raise_if_lost()

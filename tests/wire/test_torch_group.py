@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 import stretto
 from stretto.collectives import catalogue
@@ -27,7 +28,7 @@ from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
 from stretto.wire.base import DigestMismatch, Handle, Tag, Wire
 from stretto.wire.tcp import TcpWire
-from stretto.wire.torch_group import INLINE_BYTES, TorchGroupWire, torch_group
+from stretto.wire.torch_group import INLINE_BYTES, TOPIC_ANSWER, TorchGroupWire, torch_group
 from wire.contract import Meeting, WireContract, body, progress_until, receive, send
 
 LARGE = INLINE_BYTES + 1000
@@ -35,9 +36,9 @@ TAG = Tag(1, 0, 0, 7)
 TIMEOUTS = Timeouts(silence_s=5, connect_s=20, arrive_s=20, leave_s=2)
 
 
-def make_wire(rank: int, wires: Sequence[TcpWire], peers: list[Peer], store: dist.Store) -> TorchGroupWire:
+def make_wire(rank: int, wires: Sequence[TcpWire], peers: list[Peer], store: Store) -> TorchGroupWire:
     wires[rank].connect(peers)
-    group = dist.ProcessGroupGloo(dist.PrefixStore("test", store), rank, len(wires), timeout=timedelta(seconds=20))
+    group: Any = dist.ProcessGroupGloo(PrefixStore("test", store), rank, len(wires), timeout=timedelta(seconds=20))
     return TorchGroupWire(wires[rank], group, timeouts=TIMEOUTS)
 
 
@@ -46,7 +47,7 @@ def gloo_world(size: int) -> Iterator[list[TorchGroupWire]]:
     """The wires of `size` ranks of this process, each with a gloo group object of its own, over loopback."""
     inner = [TcpWire(rank, size, secret=bytes(32), timeouts=TIMEOUTS) for rank in range(size)]
     peers = [Peer(rank, rank, "here", wire.address, os.getpid()) for rank, wire in enumerate(inner)]
-    store = dist.HashStore()
+    store = HashStore()
     with ThreadPoolExecutor(size) as pool:
         wires = list(pool.map(lambda rank: make_wire(rank, inner, peers, store), range(size)))
     try:
@@ -212,7 +213,7 @@ def test_the_executor_runs_a_ring_on_it(size: int, length: int) -> None:
         meeting = Meeting(wire)
         tensor = torch.arange(length, dtype=torch.float32) * (wire.rank + 1)
         plan = catalogue.plan(Kind.ALL_REDUCE, "ring", wire.rank, size)
-        communicator.start(Request(plan, tensor, "sum", 1, 0, 128 << 10)).wait(20)
+        communicator.start(Request(plan, tensor, "sum", 1, 0, 128 << 10)).wait()
         meeting()
         assert wire.bytes_sent > wire.inner.bytes_sent or length == 7
         return tensor
@@ -225,13 +226,18 @@ def test_the_executor_runs_a_ring_on_it(size: int, length: int) -> None:
 # -- lost peers -------------------------------------------------------------------------------------------------------
 
 
+def stay_silent(wire: TorchGroupWire) -> None:
+    """From now on this rank does not send the payloads that it has promised."""
+    wire.listen(TOPIC_ANSWER, lambda source, answer: None)
+
+
 def test_a_peer_lost_in_the_middle_of_a_transfer_is_named_in_time_and_survivors_go_on() -> None:
     def program(wire: TorchGroupWire) -> None:
         meeting = Meeting(wire)
         meeting()
         if wire.rank == 1:
             # Promises a payload, gets the go-ahead, and dies before it sends anything.
-            wire.inner.listen(9, lambda source, answer: None)
+            stay_silent(wire)
             send(wire, 0, TAG, bytes(LARGE))
             meeting()
             wire.abandon()
@@ -265,7 +271,7 @@ def test_a_collective_of_the_executor_names_the_rank_that_died() -> None:
         plan = catalogue.plan(Kind.ALL_REDUCE, "ring", wire.rank, 3)
         start = wire.now()
         with pytest.raises(PeerLost) as caught:
-            communicator.start(Request(plan, torch.ones(1_000_000), "sum", 1, 0)).wait(20)
+            communicator.start(Request(plan, torch.ones(1_000_000), "sum", 1, 0)).wait()
         assert caught.value.rank == 2 and wire.now() - start < 2
 
     run(3, program)
@@ -276,11 +282,12 @@ def test_a_transfer_that_only_the_group_has_lost_blames_its_peer_after_a_while()
         meeting = Meeting(wire)
         meeting()
         if wire.rank == 1:
-            wire.inner.listen(9, lambda source, answer: None)
+            stay_silent(wire)
             send(wire, 0, TAG, bytes(LARGE))
             meeting()
             wire._works.end_all()  # the connection breaks, the control plane stays
             meeting()
+            wire.listen(TOPIC_ANSWER, wire._on_answer)
         else:
             handle, _ = receive(wire, 1, TAG, LARGE)
             meeting()
@@ -288,6 +295,10 @@ def test_a_transfer_that_only_the_group_has_lost_blames_its_peer_after_a_while()
                 wait_for(wire, handle)
             assert caught.value.rank == 1 and not wire.lost
             meeting()
+        with pytest.raises(WireError, match="gloo group is broken|did not take part: the gloo group is broken"):
+            wire.native_all_reduce(torch.ones(3), "sum", 0, 10)
+        exchange_large(wire, 1 - wire.rank)  # the wire is not broken
+        meeting()
 
     run(2, program)
 
@@ -296,7 +307,7 @@ def test_closing_with_a_receive_that_never_ends_is_quick() -> None:
     def program(wire: TorchGroupWire) -> float:
         meeting = Meeting(wire)
         if wire.rank == 1:
-            wire.inner.listen(9, lambda source, answer: None)
+            stay_silent(wire)
             send(wire, 0, TAG, bytes(LARGE))
             meeting()
             progress_until(wire, lambda: 0 in wire.lost, "the goodbye")
@@ -425,7 +436,7 @@ def test_a_rank_that_dies_in_a_native_call_is_named_in_time(agreed: bool) -> Non
             wire.native_all_reduce(torch.ones(300_000), "sum", 0, 10)
         assert caught.value.rank == 2 and wire.now() - start < 3
         if agreed:
-            with pytest.raises(WireError, match="broken|lost"):
+            with pytest.raises(PeerLost, match="rank 2"):
                 wire.native_all_reduce(torch.ones(3), "sum", 1, 10)
 
     run(3, program)
@@ -466,6 +477,27 @@ def test_payloads_and_a_native_call_share_the_group() -> None:
     run(2, program)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_nccl_runs_native_collectives_and_refuses_host_memory() -> None:
+    inner = TcpWire(0, 1, secret=bytes(32), timeouts=TIMEOUTS)
+    inner.connect([Peer(0, 0, "here", inner.address, os.getpid())])
+    nccl: Any = dist.ProcessGroupNCCL
+    group = nccl(HashStore(), 0, 1, timedelta(seconds=60))
+    wire = TorchGroupWire(inner, group, timeouts=TIMEOUTS)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        tensor = torch.ones(1_000_000, device="cuda") * 3
+    for sequence, op in enumerate(("sum", "mean", "min", "max", "product")):
+        wire.native_all_reduce(tensor, op, sequence, 60, stream)
+        assert tensor.eq(3).all()
+    wire.native_broadcast(tensor, 0, 5, 20, stream)
+    assert torch.equal(wire.native_all_gather(tensor, 6, 20, stream), tensor[None])
+    with pytest.raises(ConfigurationError, match="cannot go through NCCL"):
+        wire.native_all_reduce(tensor.cpu(), "sum", 7, 20)
+    wire.close()
+
+
 # -- making one -------------------------------------------------------------------------------------------------------
 
 
@@ -483,16 +515,15 @@ def test_a_backend_that_is_not_there_is_refused() -> None:
 
 
 WORKER = """
-import os, sys, torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 from stretto.job.membership import Peer
 from stretto.wire.tcp import TcpWire
 from stretto.wire.torch_group import TorchGroupWire, torch_group
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-if sys.argv[1] == "theirs":
-    dist.init_process_group("gloo")
-group = torch_group("gloo", rank, size, timeout_s=20)
-assert group is not dist.group.WORLD
+first = torch_group("gloo", rank, size, timeout_s=20)  # makes torch's default group as well
+group = torch_group("gloo", rank, size, timeout_s=20)  # finds one
+assert len({id(one) for one in (first, group, dist.group.WORLD)}) == 3
 inner = TcpWire(rank, size, secret=bytes(32))
 addresses = [None] * size
 dist.all_gather_object(addresses, inner.address)
@@ -508,17 +539,14 @@ print(f"rank {rank} has {tensor[0].item()}")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("default_group", ["ours", "theirs"])
-def test_native_all_reduce_between_processes_of_torchrun(tmp_path: Path, default_group: str) -> None:
+def test_native_all_reduce_between_processes_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    source = str(Path(stretto.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), default_group], env=environment, capture_output=True, text=True, timeout=60
-    )
+    paths = [str(Path(stretto.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(script)], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(line for line in done.stdout.splitlines() if " has " in line) == ["rank 0 has 0.5", "rank 1 has 0.5"]

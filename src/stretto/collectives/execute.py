@@ -7,7 +7,8 @@ is added or copied straight from the wire's memory.
 Who is ready. A rank that begins a collective of more than `EAGER_BYTES` tells the ranks it will receive from; they send only
 then. So large data never arrives unasked (memory stays bounded by the caller's own tensors), and ranks that disagree find out
 before any of it is sent. Smaller collectives are sent at once, at most `EAGER_AHEAD` of them ahead of a receiver; then the
-sender knocks and waits until the receiver has begun.
+sender knocks and waits until the receiver has begun. In a small broadcast or reduction some ranks only send, and would never hear
+that others disagree: there the receivers tell their senders too, who send at once but return only then.
 
 What goes wrong goes wrong everywhere. The rank that finds a failure tells all others whom it blames, so every rank raises the
 same error with the same culprit:
@@ -43,6 +44,7 @@ from stretto.wire.base import DigestMismatch, Handle, Tag, Wire
 EAGER_BYTES: Final = 64 << 10
 EAGER_AHEAD: Final = 256
 DEFAULT_SEGMENT_BYTES: Final = 2 << 20
+READY_POLL_S: Final = 0.0005
 ASK_S: Final = 1.0  # how long to wait for others' answers before a verdict
 HISTORY: Final = 512
 
@@ -129,6 +131,7 @@ class Pending:
         self.request = request
         self.error: StrettoError | None = None
         self._finished = threading.Event()
+        self.ready: Callable[[], bool] | None = None
         self._help_along = help_along  # one turn of the loop, where no thread turns it
 
     @property
@@ -154,9 +157,9 @@ class _Run:
     """One collective in progress on this rank."""
 
     __slots__ = (
-        "accumulators", "answers", "asked_at", "beliefs", "belief", "code", "communicator", "counts", "digest", "disputed_at",
-        "eager", "held", "name", "opened", "pending", "probed", "pumping", "ready", "remaining", "request", "schedule",
-        "started_at", "touched_at", "warned_at",
+        "accumulators", "answers", "asked_at", "beliefs", "belief", "code", "communicator", "confirmed", "counts", "digest",
+        "disputed_at", "eager", "held", "name", "opened", "pending", "probed", "pumping", "ready", "remaining", "request",
+        "schedule", "started_at", "touched_at", "warned_at",
     )  # fmt: skip
 
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
@@ -171,6 +174,7 @@ class _Run:
         itemsize = request.tensor.element_size()
         self.schedule: Schedule = compiled(request.plan, request.tensor.numel(), request.segment_bytes // itemsize)
         self.eager = request.tensor.numel() * itemsize <= EAGER_BYTES
+        self.confirmed = self.eager and request.plan.kind in (Kind.BROADCAST, Kind.REDUCE)
         self.counts = list(self.schedule.num_dependencies)
         self.remaining = len(self.counts)
         self.ready = deque(number for number, count in enumerate(self.counts) if count == 0)
@@ -193,7 +197,7 @@ class _Run:
         while self.ready and not self.pending.done:
             self._start(self.ready.popleft())
         self.pumping = False
-        if self.remaining == 0 and not self.pending.done:
+        if self.remaining == 0 and not self.pending.done and self.disputed_at is None and not self.unconfirmed():
             self.communicator.completed(self)
 
     def _start(self, number: int) -> None:
@@ -253,16 +257,21 @@ class _Run:
 
     def _finished(self, number: int) -> None:
         self.remaining -= 1
+        self.counts[number] = -1  # neither waiting nor ready any more: `waiting_for` must not blame anybody for it
         self.touched_at = self.communicator.wire.now()
         for successor in self.schedule.successors[number]:
             self.counts[successor] -= 1
             if self.counts[successor] == 0:
                 self.ready.append(successor)
 
+    def unconfirmed(self) -> frozenset[int]:
+        """Receivers that have yet to say that they are in the same collective, where they must."""
+        return self.schedule.destinations - self.opened if self.confirmed else frozenset()
+
     def waiting_for(self) -> list[int]:
         """Ranks from which something is due now, or that have not begun what is to be sent to them."""
         tasks, counts = self.schedule.tasks, self.counts
-        missing = {peer for peer, numbers in self.held.items() if numbers}
+        missing = {peer for peer, numbers in self.held.items() if numbers} | self.unconfirmed()
         if self.remaining:
             ready = (task for task, count in zip(tasks, counts, strict=True) if count == 0)
             missing |= {task.peer for task in ready if task.action is Action.RECEIVE}
@@ -327,7 +336,7 @@ class Communicator:
         return next(iter(self.wire.lost.values()), None) if request.plan.size > 1 else None
 
     def _announce(self, run: _Run) -> None:
-        listeners = set() if run.eager else set(run.schedule.sources)
+        listeners = set() if run.eager and not run.confirmed else set(run.schedule.sources)
         listeners |= self._knocks.pop(run.name, set())
         body = msgspec.msgpack.encode(Begun(*run.name, run.belief))
         for source in listeners:
@@ -679,14 +688,17 @@ class CommunicationThread:
         self.communicator = communicator
         self._submitted: deque[Pending] = deque()
         self._calls: deque[_Call] = deque()
+        self._unready: list[Pending] = []
         self._stopping = False
         self._ended = False
         self._broken: StrettoError | None = None
         self._thread = threading.Thread(target=self._run, name="stretto-communication", daemon=True)
         self._thread.start()
 
-    def start(self, request: Request) -> Pending:
+    def start(self, request: Request, ready: Callable[[], bool] | None = None) -> Pending:
+        """Begin a collective; with `ready`, once that returns True (it is asked often, in the communication thread)."""
         pending = Pending(request)
+        pending.ready = ready
         if self._broken is not None:
             pending.finish(self._broken)
             return pending
@@ -716,11 +728,11 @@ class CommunicationThread:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                while self._submitted:
-                    self.communicator.begin(self._submitted.popleft())
+                self._begin_submitted()
                 while self._calls:
                     self._calls.popleft().run()
-                self.communicator.step(self.communicator.patience_s())
+                patience_s = READY_POLL_S if self._unready else self.communicator.patience_s()
+                self.communicator.step(patience_s)
         except Exception as error:  # a bug of ours must not leave the caller waiting for ever
             log.exception("the communication thread failed")
             self._broken = StrettoError(f"the communication thread failed: {error!r}")
@@ -728,7 +740,15 @@ class CommunicationThread:
         self._ended = True
         self._fail_all(self._broken or StrettoError("the job was shut down while this collective was under way"))
 
+    def _begin_submitted(self) -> None:
+        while self._submitted:
+            self._unready.append(self._submitted.popleft())
+        for pending in list(self._unready):
+            if pending.ready is None or pending.ready():
+                self.communicator.begin(pending)
+                self._unready.remove(pending)  # only now: if beginning it fails, it must be among those that are told so
+
     def _fail_all(self, error: StrettoError) -> None:
-        for pending in self.communicator.pending() + list(self._submitted):
+        for pending in self.communicator.pending() + self._unready + list(self._submitted):
             if not pending.done:
                 pending.finish(error)

@@ -83,7 +83,7 @@ class Accumulator:
         self._op = op
         as_bytes = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
         self.raw: NDArray[np.uint8] = as_bytes
-        self.view = memoryview(as_bytes)
+        self.view = self.raw.data
         numpy_dtype = _NUMPY_DTYPES.get(flat.dtype)
         self._numbers: NDArray[Any] | None = None if numpy_dtype is None else as_bytes.view(numpy_dtype)
         self._ufunc = _UFUNCS[op]
@@ -101,9 +101,10 @@ class Accumulator:
         if self._numbers is not None:
             target = self._numbers[start:stop]
             arrived = np.frombuffer(incoming, target.dtype)
-            self._ufunc(*((arrived, target) if arrived_first else (target, arrived)), out=target)
-            if final and self.scale is not None:
-                np.multiply(target, target.dtype.type(self.scale), out=target)
+            with np.errstate(all="ignore"):  # an overflow is an infinity, as in torch, and no warning
+                self._ufunc(*((arrived, target) if arrived_first else (target, arrived)), out=target)
+                if final and self.scale is not None:
+                    np.multiply(target, target.dtype.type(self.scale), out=target)
         else:
             self._combine_in_torch(start, stop, incoming, final=final, arrived_first=arrived_first)
 

@@ -34,10 +34,25 @@ class Staging:
     def borrow(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         if tensor.device.type == "cuda":
             return self._from_cuda(tensor)
-        if tensor.is_contiguous():
+        lazy = tensor.is_conj() or tensor.is_neg()  # torch has yet to conjugate or negate what is in memory
+        if tensor.is_contiguous() and not lazy:
             return tensor.detach().view(-1), _nothing
-        copy = tensor.detach().contiguous().view(-1)
+        copy = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         return copy, lambda: _copy_back(tensor, copy)
+
+    def lend(
+        self, flat: torch.Tensor
+    ) -> tuple[torch.Tensor, Callable[[], bool] | None, Callable[[], None] | None]:
+        """Like `borrow` for a flat contiguous tensor, without waiting: host memory, when it is filled, and how to bring it back."""
+        if flat.device.type != "cuda":
+            return flat, None, None
+        stream = self._stream(flat.device)
+        host = self._take_pinned(flat)
+        stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(stream):
+            host.copy_(flat, non_blocking=True)
+            filled = stream.record_event()
+        return host, filled.query, lambda: self._back_to_cuda(flat, host, stream)
 
     def _from_cuda(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         stream = self._stream(tensor.device)

@@ -5,7 +5,7 @@
        │ ──Ctrl-C───────────▶ stopping: SIGINT,  5 s, SIGKILL ─▶ done            130   (a second Ctrl-C: SIGKILL now)
        └ ──SIGTERM, SIGHUP──▶ stopping: SIGTERM, 3 s, SIGKILL ─▶ done            128 + signal
 
-Bound: a failure ends all workers within `ACCUSED_S` + 3 s < 5 s. (`ACCUSED_S`: a worker that fails with `PeerLost`
+Bound: a failure ends all workers within `LAST_WORDS_S` + 3 s < 5 s. (`LAST_WORDS_S`: a worker that fails with `PeerLost`
 gives the peer it accuses a second to end by itself, so that the right one is blamed: see `launch_report`.)
 Processes are started, signalled and never left behind by the keeper (see `keeper`); the coordinator is one of them.
 """
@@ -32,7 +32,7 @@ from stretto.job.processes import Pipes, Processes, Report
 
 COORDINATOR = "coordinator"
 READY_S = 30.0  # for a Python process to start and listen, on a machine busy with other things
-ACCUSED_S = 1.0
+LAST_WORDS_S = 1.0  # workers that have lost a peer end by themselves within it, and their words are worth reading
 TERMINATE_S = 3.0
 INTERRUPT_S = 5.0
 CLOSE_S = 6.0  # the keeper's own deadlines add up to 5 s
@@ -130,7 +130,7 @@ class _NodeJob:
         self.pids: dict[str, int] = {}
         self.num_stopped = 0
         self.failures: list[Failure] = []
-        self.accused_until: float | None = None
+        self.last_words_until: float | None = None
         self.stop: _Stop | None = None
         self.keeper_gone = False
         self.closed = False
@@ -242,7 +242,7 @@ class _NodeJob:
 
     def _patience(self, until: float | None) -> float:
         """Seconds to the next deadline; 0.25 at most, for held output (and, congested, for room)."""
-        deadlines = [until, self.accused_until, self.stop.kill_at if self.stop and not self.stop.killed else None]
+        deadlines = [until, self.last_words_until, self.stop.kill_at if self.stop and not self.stop.killed else None]
         now = time.monotonic()
         return max(0.0, min([0.05 if self.screen.congested else 0.25, *(d - now for d in deadlines if d is not None)]))
 
@@ -313,14 +313,13 @@ class _NodeJob:
             self._judge()
 
     def _judge(self) -> None:
-        if culprit(self.failures).accuses_a_peer and self.accused_until is None:
-            self.accused_until = time.monotonic() + ACCUSED_S
-        elif not culprit(self.failures).accuses_a_peer:
-            self._begin_stop(signal.SIGTERM, TERMINATE_S, None)
+        """Give the others a moment: to say whom they have lost, and, if this one only lost a peer, to be that peer."""
+        if self.last_words_until is None:
+            self.last_words_until = time.monotonic() + LAST_WORDS_S
 
     def _begin_stop(self, number: int, patience_s: float, exit_code: int | None) -> None:
         if self.stop is None:
-            self.accused_until = None
+            self.last_words_until = None
             self.stop = _Stop(exit_code, time.monotonic() + patience_s)
             self.processes.signal(number, self.names)  # not the coordinator: workers still say goodbye to it
 
@@ -328,7 +327,7 @@ class _NodeJob:
         now = time.monotonic()
         for stream in self.streams.values():
             self.screen.write(stream.target, stream.lines.overdue(now))
-        if self.accused_until is not None and now >= self.accused_until:
+        if self.last_words_until is not None and now >= self.last_words_until:
             self._begin_stop(signal.SIGTERM, TERMINATE_S, None)
         if self.stop is not None and not self.stop.killed and now >= self.stop.kill_at:
             self.stop.killed = True

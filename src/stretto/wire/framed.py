@@ -13,16 +13,17 @@ import struct
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
+from stretto.job.membership import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, Tag, Wire
 from stretto.wire.frames import FrameKind, Header
-from stretto.wire.shared_memory import Answer, Inbox, Offer, Outbox
+from stretto.wire.shared_memory import Answer, Inbox, Offer, Outbox, folder
 
 SHARED_FROM_BYTES = 16 << 10
 SLOT_BYTES = 2 << 20
@@ -102,6 +103,7 @@ class FramedWire(Wire):
         self._shared_memory = shared_memory
         self._sent = 0
         self._closed = False
+        self._warned = False
         self._expected: dict[Key, Expected] = {}
         self._parked: dict[Key, tuple[Header, memoryview]] = {}
         self._cancelled: deque[tuple[int, int]] = deque(maxlen=256)  # late messages of these are dropped
@@ -120,6 +122,10 @@ class FramedWire(Wire):
         self.listen(TOPIC_FAREWELL, lambda source, body: self._waiting_for_farewell.discard(source))
 
     # -- what a transport provides ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def connect(self, peers: Sequence[Peer]) -> None:
+        """Connect to every peer and exchange greetings; returns when all have answered."""
 
     @abstractmethod
     def _connection(self, rank: int) -> Connection: ...
@@ -214,7 +220,7 @@ class FramedWire(Wire):
     def listen(self, topic: int, listener: Listener) -> None:
         self._listeners[topic] = listener
         for source, body in self._unheard.pop(topic, ()):
-            listener(source, body)
+            self._tell(listener, source, body)
 
     def on_lost(self, listener: LostListener) -> None:
         self._lost_listeners.append(listener)
@@ -246,7 +252,7 @@ class FramedWire(Wire):
         return header
 
     def _dispatch(self, source: int, header: Header, payload: memoryview) -> None:
-        """A whole frame is here. `payload` is valid only during the call, unless the kind is INLINE or BULK (it may be parked)."""
+        """A whole frame is here. `payload` is valid only during the call, unless the kind is INLINE or BULK (it may be kept)."""
         kind = header.kind
         if kind == FrameKind.INLINE or kind == FrameKind.BULK:
             self._deliver(source, header, payload)
@@ -284,9 +290,15 @@ class FramedWire(Wire):
     def _hear(self, source: int, topic: int, body: bytes) -> None:
         listener = self._listeners.get(topic)
         if listener is not None:
-            listener(source, body)
+            self._tell(listener, source, body)
         else:
             self._unheard.setdefault(topic, []).append((source, body))
+
+    def _tell(self, listener: Listener, source: int, body: bytes) -> None:
+        try:
+            listener(source, body)
+        except (UnicodeError, RecursionError) as problem:  # what decoding raises besides its own errors
+            self._lose(source, f"it sent a bad frame: a malformed control message ({problem})")
 
     # -- shared memory ------------------------------------------------------------------------------------------------
 
@@ -338,6 +350,8 @@ class FramedWire(Wire):
 
     def _on_hello(self, source: int, body: bytes) -> None:
         connection = self._connection(source)
+        if connection.greeted:
+            return  # twice: nothing new
         connection.greeted = True
         if connection.same_host and self._shared_memory:
             self._make_outbox(connection)
@@ -346,40 +360,47 @@ class FramedWire(Wire):
         try:
             connection.outbox = Outbox(NUM_SLOTS, SLOT_BYTES)
         except OSError as problem:
-            log.warning(
-                "rank %d: no shared memory towards rank %d (%s); using sockets, which is slower. "
-                "Free some space in /dev/shm, or enlarge it (containers: --shm-size).",
-                self.rank, connection.rank, problem,
-            )  # fmt: skip
+            self._warn_once(
+                f"no shared memory towards rank {connection.rank} ({problem}); using sockets, which is slower. "
+                f"Free some space in {folder()}, or enlarge it (containers: --shm-size)"
+            )
             return
         self.post(connection.rank, TOPIC_OFFER, msgspec.msgpack.encode(connection.outbox.offer))
 
     def _on_offer(self, source: int, body: bytes) -> None:
         problem = None
+        connection = self._connection(source)
         try:
             if not self._shared_memory:
                 raise ValueError("switched off on this side")
-            self._connection(source).inbox = Inbox(msgspec.msgpack.decode(body, type=Offer))
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            if connection.inbox is not None:
+                raise ValueError("there is one already")
+            connection.inbox = Inbox(msgspec.msgpack.decode(body, type=Offer))
+        except (OSError, ValueError, RecursionError) as error:
             problem = str(error)
         self.post(source, TOPIC_ANSWER, msgspec.msgpack.encode(Answer(problem)))
 
     def _on_answer(self, source: int, body: bytes) -> None:
         connection = self._connection(source)
         outbox = connection.outbox
-        if outbox is None:
+        if outbox is None or connection.outbox_open:
             return
         outbox.unlink()
         try:
             problem = msgspec.msgpack.decode(body, type=Answer).problem
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:  # ValueError: msgspec's own, and text that is not UTF-8
             problem = str(error)
         if problem is None:
             connection.outbox_open = True
         else:
-            log.warning("rank %d: rank %d cannot use shared memory (%s); using sockets", self.rank, source, problem)
+            self._warn_once(f"rank {source} cannot use shared memory ({problem}); using sockets, which is slower")
             connection.outbox = None
             outbox.close()
+
+    def _warn_once(self, text: str) -> None:
+        """What is wrong with shared memory is mostly wrong towards every peer: said once, not once for each."""
+        log.log(logging.DEBUG if self._warned else logging.WARNING, "rank %d: %s", self.rank, text)
+        self._warned = True
 
     # -- peers that go ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@
         36     4  reserved, 0
         40     8  payload bytes
 
-The payload follows in the same message part (INLINE, POST, ACK) or in a part of its own (BULK), or lies in shared memory (SHARED).
+The payload follows in the same message part (INLINE, POST, ACK) or in a part of its own (BULK), or is in shared memory (SHARED).
 Whatever does not fit is a `ValueError` that says which field: never an abort, never a short read.
 """
 
@@ -72,7 +72,7 @@ class Header(NamedTuple):
     source: int
     channel: int
     sequence: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple has a method of that name, which nobody needs here
     digest: int
     dtype: int
     slot: int

@@ -4,8 +4,8 @@
     acceptor  -> connector   nonce a (16 random bytes), HMAC(key, "acceptor" | hello | a)
     connector -> acceptor    HMAC(key, "connector" | hello | a)
 
-key = HKDF(secret, "wire-tcp"). Each side's proof covers both nonces and both ranks, so it can neither be replayed nor reflected, and
-a stranger learns nothing from it. This authenticates the connection when it is made; it does not encrypt what follows, which
+key = HKDF(secret, "wire-tcp"). Each side's proof covers both nonces and both ranks, so it can neither be replayed nor reflected,
+and a stranger learns nothing from it. This authenticates the connection when it is made; it does not encrypt what follows, which
 is why this wire is for one host or a network that is trusted.
 """
 
@@ -57,7 +57,7 @@ def introduce_ourselves(connection: socket.socket, key: bytes, generation: int, 
 
 def welcome(connection: socket.socket, key: bytes, generation: int, rank: int) -> int:
     """The acceptor's side: returns the connector's rank, or raises Stranger. The socket must have a timeout."""
-    hello = receive_exactly(connection, HELLO.size)
+    hello = receive_exactly(connection, HELLO.size, silent=Probe)
     magic, their_generation, their_rank, wanted, _ = HELLO.unpack(hello)
     if magic != MAGIC or their_generation != generation or wanted != rank:
         raise Stranger("not a worker of this job")
@@ -68,12 +68,13 @@ def welcome(connection: socket.socket, key: bytes, generation: int, rank: int) -
     return int(their_rank)
 
 
-def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+def receive_exactly(connection: socket.socket, num_bytes: int, silent: type[Stranger] = Stranger) -> bytes:
+    """So many bytes, or Stranger; `silent` when not even one has come."""
     parts = bytearray()
     while len(parts) < num_bytes:
         part = connection.recv(num_bytes - len(parts))
         if not part:
-            raise Stranger("it closed the connection") if parts else Probe("it said nothing")
+            raise Stranger("it closed the connection") if parts else silent("it said nothing, and went away")
         parts += part
     return bytes(parts)
 

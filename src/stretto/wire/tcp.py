@@ -124,11 +124,13 @@ class TcpWire(FramedWire):
         self._by_descriptor: dict[int, Stream] = {}
         self._poller = select.poll()
         self._poller.register(self._far.fileno(), select.POLLIN)
+        self._at_the_door: set[socket.socket] = set()  # connections that have not proved anything yet
         self._unfinished: set[int] = set()  # ranks with bytes read ahead that wait for another turn
         self._looked_at = self.now()
         try:
             self._listener = socket.create_server((bind, port), backlog=1024)
         except OSError as error:
+            self._release()
             raise ConfigurationError(
                 f"rank {rank} cannot listen on {bind}:{port or 'any port'}: {error.strerror}.\n"
                 f"Choose another address or port, or none to let the system pick a free port."
@@ -157,6 +159,7 @@ class TcpWire(FramedWire):
             done.set()
             acceptor.join(HANDSHAKE_S)
             self._listener.close()
+            self._send_away(arrived)
         for rank in self._connections:
             self.post(rank, TOPIC_HELLO, b"")
         while not all(connection.greeted for connection in self._connections.values()):
@@ -164,6 +167,15 @@ class TcpWire(FramedWire):
             if self.now() > deadline:
                 self._give_up([peer for peer in peers if peer.rank != self.rank], "no greeting came back")
             self.progress(0.2)
+
+    def _send_away(self, arrived: queue.Queue[tuple[int, socket.socket]]) -> None:
+        """Everybody is here: whoever still stands at the door is a stranger."""
+        for connection in list(self._at_the_door):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # ends its thread, which closes it
+        with contextlib.suppress(queue.Empty):
+            while True:
+                arrived.get_nowait()[1].close()
 
     def _dial(self, peer: Peer, deadline: float) -> socket.socket:
         host, _, port = peer.address.rpartition(":")
@@ -197,12 +209,15 @@ class TcpWire(FramedWire):
         self, connection: socket.socket, address: object, arrived: queue.Queue[tuple[int, socket.socket]]
     ) -> None:
         connection.settimeout(HANDSHAKE_S)
+        self._at_the_door.add(connection)
         try:
             arrived.put((welcome(connection, self._key, self._generation, self.rank), connection))
         except (OSError, Stranger) as problem:
             level = logging.DEBUG if isinstance(problem, Probe) else logging.WARNING
             log.log(level, "rank %d turned away a stranger from %s: %s", self.rank, address, problem)
             connection.close()
+        finally:
+            self._at_the_door.discard(connection)
 
     def _await_higher_ranks(
         self,
@@ -355,7 +370,7 @@ class TcpWire(FramedWire):
         except BlockingIOError:
             pass
         except OSError as error:
-            self._lose(connection.rank, f"its connection broke: {error.strerror}")
+            self._lose(connection.rank, f"its connection broke: {error.strerror} (its process ended or was killed)")
             return
         if outgoing and self._writer is not None:
             connection.handed_over = True
@@ -372,7 +387,7 @@ class TcpWire(FramedWire):
             handle.finish()
         while writer.broken:
             rank, problem = writer.broken.popleft()
-            self._lose(rank, f"its connection broke: {problem}")
+            self._lose(rank, f"its connection broke: {problem} (its process ended or was killed)")
 
     def _read(self, connection: Stream) -> None:
         try:
@@ -384,7 +399,7 @@ class TcpWire(FramedWire):
         except BlockingIOError:
             return
         except OSError as error:
-            self._lose(connection.rank, f"its connection broke: {error.strerror}")
+            self._lose(connection.rank, f"its connection broke: {error.strerror} (its process ended or was killed)")
             return
         except ValueError as problem:
             self._lose(connection.rank, f"it sent a bad frame: {problem}")
@@ -436,6 +451,8 @@ class TcpWire(FramedWire):
             raise ValueError(f"it calls itself rank {header.source}")
         if header.generation != self._generation:
             raise ValueError(f"generation {header.generation}, this job is in {self._generation}")
+        if header.kind == FrameKind.BULK:
+            raise ValueError("a payload in a part of its own, where there are no parts")
         connection.header = header
         connection.filled = 0
         connection.target = self._target(connection, header)
@@ -528,6 +545,9 @@ class TcpWire(FramedWire):
                 self._drop(rank)
                 self._close_boxes(self._connections[rank])
         self._listener.close()
+        self._release()
+
+    def _release(self) -> None:
         if self._writer is not None:
             self._writer.stop(1.0)
         self._near.close()

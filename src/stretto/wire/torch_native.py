@@ -5,7 +5,7 @@ rank; left to itself gloo would end the process. Then the backend runs, while th
 lost meanwhile ends the call with `PeerLost` within the time the inner wire needs to notice, and the group with it.
 When one fails midway, its tensor holds neither the input nor the result.
 
-NCCL was run by us with world size 1 on one H200; not with two or more ranks, and neither were its failures.
+NCCL path: native only; run with world size 1 on an H200, never with two or more ranks, and its failures never.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class NativeCollectives:
 
     def _objection(self, tensor: torch.Tensor, op: str = "sum") -> StrettoError | None:
         """Why the backend cannot do it, found before anything is sent."""
+        if self._wire.lost:
+            return next(iter(self._wire.lost.values()))
         dtype = tensor.dtype
         if op not in REDUCE_OPS:
             return ConfigurationError(f"op={op!r} is not known. Write one of {', '.join(map(repr, REDUCE_OPS))}.")

@@ -8,7 +8,8 @@ sender's own connection, so each side learns of the other's death from its own c
     same host       copied once into a slot of shared memory, read there by the receiver
 
 Failure. ZMTP heartbeats run in ZeroMQ's own threads. A closed connection means a lost peer after `GRACE_S` (in which a goodbye on
-the other connection may still come in); a silent one after at most `silence_s`. A peer that is lost stays lost: ZeroMQ would
+the other connection may still come in); a silent one after at most `silence_s`. Both connections of a pair count, so a peer that
+has given us up, or whose message was too large to be let in, is lost here as well. A peer that is lost stays lost: ZeroMQ would
 reconnect and go on after losing messages, which no collective survives.
 
 Security. CURVE: server and client keys by HKDF from the job's secret, so who lacks the secret cannot finish the handshake. With
@@ -34,12 +35,12 @@ from stretto.wire import frames
 from stretto.wire.base import Handle
 from stretto.wire.framed import TOPIC_HELLO, Connection, FramedWire
 from stretto.wire.frames import FrameKind
-from stretto.wire.zeromq_watch import EVENTS, Event, Seen, Watcher
+from stretto.wire.zeromq_watch import EVENTS, LISTENER, Event, Seen, Watcher
 
 INLINE_BYTES = 32 << 10  # header and payload in one part
 COPIED_BYTES = 128 << 10  # below this a copy is cheaper than tracking when the memory is free again
 GRACE_S = 0.2
-FAREWELL_MS = 500  # for our last word to a peer that leaves; it waits for it, so this is only used up if it dies meanwhile
+FAREWELL_MS = 200  # for our last word to a peer that leaves; it waits for it, so this is only used up if it dies meanwhile
 DRAIN_AT_ONCE = 32
 IDENTITY = struct.Struct("<I8s")
 
@@ -74,6 +75,7 @@ class ZeroMQWire(FramedWire):
         self._identity = IDENTITY.pack(rank, secrets.token_bytes(8))
         self._connections: dict[int, _Connection] = {}
         self._sources: dict[bytes, int] = {}
+        self._incoming: dict[int, int] = {}  # descriptor of a connection made by a peer -> its rank
         self._suspects: dict[int, float] = {}  # rank -> when its silence becomes a loss
         self._refused: set[int] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2 if (os.cpu_count() or 1) >= 8 else 1)
@@ -96,12 +98,12 @@ class ZeroMQWire(FramedWire):
             router.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             router.close(0)
-            self._watcher.stop(1.0)
-            self._context.term()
+            self._release()
             raise ConfigurationError(
                 f"rank {self.rank} cannot listen on {host}:{port or 'any port'}: {error}.\n"
                 f"Choose another address or port, or none to let the system pick a free port."
             ) from error
+        self._watcher.add(LISTENER, router.get_monitor_socket(zmq.EVENT_DISCONNECTED))
         endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode().removeprefix("tcp://")
@@ -110,7 +112,7 @@ class ZeroMQWire(FramedWire):
     def _set_heartbeat(self, zmq_socket: zmq.Socket[bytes]) -> None:
         silence_ms = self.timeouts.silence_s * 1000
         zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(silence_ms / 5)))
-        zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(silence_ms * 0.7)))
+        zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(silence_ms * 0.65)))
 
     def connect(self, peers: Sequence[Peer]) -> None:
         """Connect to every peer and exchange greetings; returns when all have answered."""
@@ -119,7 +121,7 @@ class ZeroMQWire(FramedWire):
             if peer.rank != self.rank:
                 self._connect_one(peer, same_host=peer.host == mine.host)
         deadline = self.now() + self.timeouts.connect_s
-        # `connected` too: a greeting is sent when the connection is made, and a peer may wait for ours after we have all of theirs.
+        # `connected` too: our greeting goes out when the connection is made, and a peer may wait for it when we have theirs.
         while not all(connection.greeted and connection.connected for connection in self._connections.values()):
             if self._refused:
                 self._give_up_refused()
@@ -238,13 +240,13 @@ class ZeroMQWire(FramedWire):
 
     def _take(self, identity: bytes) -> None:
         router = self._router
-        head = router.recv() if router.getsockopt(zmq.RCVMORE) else b""
+        head = self._head_from(identity)
         body = router.recv(copy=False) if router.getsockopt(zmq.RCVMORE) else None
         extra = 0
         while router.getsockopt(zmq.RCVMORE):
             router.recv()
             extra += 1
-        source = self._source(identity)
+        source = self._sources.get(identity)
         if source is None or source in self.lost:
             return
         try:
@@ -260,13 +262,23 @@ class ZeroMQWire(FramedWire):
             self._owe_ack(self._connections[source], header.number)  # it is here: the sender's memory is free
         self._dispatch(source, header, memoryview(head)[frames.HEADER_BYTES :] if body is None else body.buffer)
 
-    def _source(self, identity: bytes) -> int | None:
-        source = self._sources.get(identity)
-        if source is None and len(identity) == IDENTITY.size:
-            rank = int(IDENTITY.unpack(identity)[0])
-            if rank in self._connections and rank not in self._sources.values():
-                self._sources[identity] = source = rank
-        return source
+    def _head_from(self, identity: bytes) -> bytes:
+        router = self._router
+        if not router.getsockopt(zmq.RCVMORE):
+            return b""
+        if identity in self._sources:
+            return router.recv()
+        first = router.recv(copy=False)
+        self._meet(identity, int(first.get(zmq.SRCFD)))
+        return first.bytes
+
+    def _meet(self, identity: bytes, descriptor: int) -> None:
+        if len(identity) != IDENTITY.size:
+            return
+        rank = int(IDENTITY.unpack(identity)[0])
+        if rank in self._connections and rank not in self._sources.values():
+            self._sources[identity] = rank
+            self._incoming[descriptor] = rank
 
     # -- peers come and go --------------------------------------------------------------------------------------------
 
@@ -283,6 +295,11 @@ class ZeroMQWire(FramedWire):
                 )
 
     def _weigh(self, event: Event) -> None:
+        if event.rank == LISTENER:
+            rank = self._incoming.pop(event.descriptor, None)
+            if rank is not None and rank not in self.lost:
+                self._suspect(rank)
+            return
         connection = self._connections.get(event.rank)
         if connection is None or event.rank in self.lost:
             return
@@ -292,7 +309,10 @@ class ZeroMQWire(FramedWire):
         elif event.seen is Seen.REFUSED and not connection.connected:
             self._refused.add(event.rank)
         elif event.seen is Seen.DISCONNECTED and connection.connected:
-            self._suspects.setdefault(event.rank, self.now() + GRACE_S)
+            self._suspect(event.rank)
+
+    def _suspect(self, rank: int) -> None:
+        self._suspects.setdefault(rank, self.now() + min(GRACE_S, self.timeouts.silence_s / 10))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -312,7 +332,11 @@ class ZeroMQWire(FramedWire):
             if rank not in self.lost:
                 self._drop(rank)
                 self._close_boxes(self._connections[rank])
+        self._router.disable_monitor()
         self._router.close(0)
+        self._release()
+
+    def _release(self) -> None:
         self._watcher.stop(1.0)
         self._context.term()
         self._near.close()

@@ -13,7 +13,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -40,6 +40,10 @@ class Seen(enum.Enum):
 class Event(NamedTuple):
     rank: int
     seen: Seen
+    descriptor: int  # the connection it was seen on (CONNECTED, DISCONNECTED)
+
+
+LISTENER: Final = -1  # in place of a rank: seen on the socket that peers connect to, which knows only descriptors
 
 
 class Watcher:
@@ -81,7 +85,7 @@ class Watcher:
                     self._zap.handle()
                 else:
                     self._report(ready, poller)
-        for monitor in self._monitors:
+        for monitor in [*self._monitors, *(monitor for _, monitor in self._incoming)]:
             monitor.close(0)
         self._zap.socket.close(0)
 
@@ -99,7 +103,8 @@ class Watcher:
             del self._monitors[monitor]
             monitor.close(0)
             return
-        self.events.append(Event(self._monitors[monitor], _meaning(int(message["event"]))))
+        meaning = _meaning(int(message["event"]))
+        self.events.append(Event(self._monitors[monitor], meaning, int(message["value"])))
         self._notify()
 
 

@@ -1,0 +1,49 @@
+"""What `import stretto` gives: exactly this."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import stretto
+
+NAMES = [
+    "ConfigurationError", "FrameError", "JobError", "PeerLost", "RankMismatch", "RendezvousError", "SecretError",
+    "StrettoError", "Timeouts", "UnreachableError", "WireError", "WireTimeout", "WorkerFailed", "all_gather", "all_reduce",
+    "barrier", "broadcast", "current_job", "device", "gather_object", "init", "is_initialized", "launch", "local_rank",
+    "rank", "shutdown", "world_size",
+]  # fmt: skip
+
+
+def test_the_public_names_are_these() -> None:
+    assert list(stretto.__all__) == sorted(stretto.__all__)
+    assert stretto.__all__ == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
+    value = getattr(stretto, name)
+    assert inspect.getdoc(value), f"stretto.{name} has no docstring"
+    assert value.__doc__ is not None  # its own, not one that is inherited
+    assert name in dir(stretto)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'stretto' has no attribute 'horovod'"):
+        stretto.horovod  # noqa: B018
+
+
+def test_star_import_gives_the_public_names() -> None:
+    names: dict[str, object] = {}
+    exec("from stretto import *", names)  # noqa: S102
+    assert set(names) - {"__builtins__"} == set(NAMES)
+
+
+@pytest.mark.parametrize("module", ["stretto", "stretto.errors", "stretto.timeouts", "stretto.job.detect", "stretto.cli"])
+def test_importing_does_not_load_torch(module: str) -> None:
+    code = f"import {module}, sys; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.strip() == "False"

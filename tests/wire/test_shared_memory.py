@@ -1,0 +1,379 @@
+"""Shared memory between workers of one host: used where it can be, silently right over sockets where it cannot."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from stretto.testing import run_threads, wait_for
+from stretto.wire import framed, shared_memory
+from stretto.wire.base import Handle, Tag
+from stretto.wire.framed import NUM_SLOTS, SHARED_FROM_BYTES, SLOT_BYTES, FramedWire
+from stretto.wire.frames import HEADER_BYTES
+from stretto.wire.shared_memory import COOKIE_BYTES, Inbox, Offer, Outbox
+from wire.contract import Meeting, body, progress_until, receive
+from wire.socket_world import Make, connect_all, peer_of, socket_world, tcp, wires_of, zeromq
+
+BOTH = pytest.mark.parametrize("make", [tcp(), zeromq()], ids=["tcp", "zeromq"])
+
+
+@pytest.fixture(autouse=True)
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of our own, so that what is left in it is ours."""
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
+    path = base / f"stretto-test-{os.getpid()}"
+    path.mkdir(mode=0o700)
+    monkeypatch.setattr(shared_memory, "folder", lambda: path)
+    yield path
+    left = list(path.iterdir())
+    shutil.rmtree(path)
+    assert left == []
+
+
+# The file.
+
+
+def test_what_is_put_in_is_seen_on_the_other_side() -> None:
+    outbox = Outbox(2, 4096)
+    inbox = Inbox(outbox.offer)
+    assert outbox.put(memoryview(b"first")) == 0 and outbox.put(memoryview(b"second")) == 1
+    assert bytes(inbox.view(0, 5)) == b"first" and bytes(inbox.view(1, 6)) == b"second"
+    assert outbox.put(memoryview(b"third")) is None
+    outbox.release(0)
+    assert outbox.put(memoryview(b"third")) == 0
+    assert bytes(inbox.view(0, 5)) == b"third"
+    outbox.close()
+    assert bytes(inbox.view(0, 5)) == b"third"  # memory of both, not of one
+    inbox.close()
+
+
+def test_the_file_is_private_allocated_in_full_and_gone_when_unlinked(shm: Path) -> None:
+    outbox = Outbox(3, 4096)
+    path = Path(outbox.offer.path)
+    assert path.parent == shm
+    status = path.stat()
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_size == COOKIE_BYTES + 3 * 4096
+    assert status.st_blocks * 512 >= status.st_size
+    outbox.unlink()
+    assert not path.exists()
+    outbox.close()
+
+
+def test_the_reader_cannot_write() -> None:
+    outbox = Outbox(1, 4096)
+    inbox = Inbox(outbox.offer)
+    assert inbox.view(0, 10).readonly
+    inbox.close()
+    outbox.close()
+
+
+def test_a_failed_allocation_leaves_no_file(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        Outbox(1, 4096)
+    assert list(shm.iterdir()) == []
+
+
+def altered(offer: Offer, **changes: object) -> Offer:
+    values = {name: getattr(offer, name) for name in offer.__struct_fields__} | changes
+    return Offer(**values)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda offer: altered(offer, cookie=bytes(COOKIE_BYTES)), "not the one that was offered"),
+        (lambda offer: altered(offer, cookie=b""), "not the one that was offered"),
+        (lambda offer: altered(offer, num_slots=offer.num_slots + 1), "bytes long instead of"),
+        (lambda offer: altered(offer, num_slots=0), "an offer of 0 slots"),
+        (lambda offer: altered(offer, slot_bytes=1 << 40), "an offer of"),
+        (lambda offer: altered(offer, slot_bytes=-1), "an offer of"),
+        (lambda offer: altered(offer, path=offer.path + "-not"), "No such file"),
+        (lambda offer: altered(offer, path="/dev/zero"), "not a regular file"),
+        (lambda offer: altered(offer, path="/dev"), "directory"),
+    ],
+)
+def test_an_offer_that_does_not_fit_is_refused_with_the_reason(spoil: Callable[[Offer], Offer], why: str) -> None:
+    outbox = Outbox(2, 4096)
+    with pytest.raises((OSError, ValueError), match=why):
+        Inbox(spoil(outbox.offer))
+    outbox.close()
+
+
+def test_a_file_that_others_could_write_to_is_refused() -> None:
+    outbox = Outbox(1, 4096)
+    os.chmod(outbox.offer.path, 0o644)
+    with pytest.raises(ValueError, match="not mode 0600"):
+        Inbox(outbox.offer)
+    outbox.close()
+
+
+def test_a_link_in_place_of_the_file_is_refused(shm: Path) -> None:
+    outbox = Outbox(1, 4096)
+    link = shm / "link"
+    link.symlink_to(outbox.offer.path)
+    with pytest.raises(OSError, match="symbolic link"):
+        Inbox(altered(outbox.offer, path=str(link)))
+    link.unlink()
+    outbox.close()
+
+
+def test_a_pipe_in_place_of_the_file_does_not_block(shm: Path) -> None:
+    pipe = shm / "pipe"
+    os.mkfifo(pipe, 0o600)
+    with pytest.raises(ValueError, match="not a regular file"):
+        Inbox(Offer(str(pipe), bytes(COOKIE_BYTES), 1, 4096))
+    pipe.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user_is_refused() -> None:
+    outbox = Outbox(1, 4096)
+    os.chown(outbox.offer.path, 12345, 12345)
+    with pytest.raises(ValueError, match="owned by somebody else"):
+        Inbox(outbox.offer)
+    outbox.close()
+
+
+@pytest.mark.parametrize(("slot", "num_bytes"), [(2, 1), (65535, 1), (0, 4097), (0, 1 << 40)])
+def test_a_view_outside_of_the_slots_is_refused(slot: int, num_bytes: int) -> None:
+    outbox = Outbox(2, 4096)
+    inbox = Inbox(outbox.offer)
+    with pytest.raises(ValueError, match=f"{num_bytes} bytes in slot {slot} of 2"):
+        inbox.view(slot, num_bytes)
+    inbox.close()
+    outbox.close()
+
+
+# On a wire.
+
+
+def settle(wires: Sequence[FramedWire], *, used: bool = True) -> None:
+    """Offers and answers have been exchanged."""
+
+    def agreed(wire: FramedWire) -> bool:
+        connections = [wire._connection(rank) for rank in wire._peers()]
+        return all(each.outbox_open for each in connections) if used else all(each.outbox is None for each in connections)
+
+    def program(wire: FramedWire) -> None:
+        meeting = Meeting(wire)
+        meeting()
+        progress_until(wire, lambda: agreed(wire), "the agreement on shared memory")
+        meeting()
+
+    run_threads(len(wires), program, wires=wires)
+
+
+def exchange_large(wire: FramedWire, sizes: Sequence[int], sequence: int = 0) -> None:
+    """Everybody sends everybody a message of each size, and checks what arrives."""
+    meeting = Meeting(wire)
+    handles: list[Handle] = []
+    arrived: dict[tuple[int, int], list[bytes]] = {}
+    for peer in (rank for rank in range(wire.world_size) if rank != wire.rank):
+        for index, num_bytes in enumerate(sizes):
+            data = memoryview(body(wire.rank, peer, index, num_bytes))
+            handles.append(wire.send(data, peer, Tag(1, sequence, index), 0))
+            handle, arrived[peer, index] = receive(wire, peer, Tag(1, sequence, index), num_bytes)
+            handles.append(handle)
+    wait_for(wire, *handles)
+    for (peer, index), got in arrived.items():
+        assert got == [body(peer, wire.rank, index, sizes[index])]
+    meeting()  # nobody stops making progress while others wait for an acknowledgement
+
+
+@BOTH
+def test_large_messages_do_not_go_over_the_socket(make: Make, shm: Path) -> None:
+    sizes = [SHARED_FROM_BYTES, 300_000, SLOT_BYTES]
+    with socket_world(3, make) as wires:
+        settle(wires)
+        assert list(shm.iterdir()) == []  # both have it mapped: the name is gone
+        before = [wire.bytes_sent for wire in wires]
+        run_threads(3, lambda wire: exchange_large(wire, sizes), wires=wires)
+        for wire, sent in zip(wires, before, strict=True):
+            headers = 2 * len(sizes) * HEADER_BYTES
+            acknowledgements = 2 * len(sizes) * (HEADER_BYTES + 4)
+            assert headers <= wire.bytes_sent - sent <= headers + acknowledgements + 12 * HEADER_BYTES
+
+
+@BOTH
+def test_small_and_very_large_messages_go_over_the_socket(make: Make) -> None:
+    sizes = [SHARED_FROM_BYTES - 1, SLOT_BYTES + 1]
+    with socket_world(2, make) as wires:
+        settle(wires)
+        before = [wire.bytes_sent for wire in wires]
+        run_threads(2, lambda wire: exchange_large(wire, sizes), wires=wires)
+        assert all(wire.bytes_sent - sent >= sum(sizes) for wire, sent in zip(wires, before, strict=True))
+
+
+@BOTH
+def test_workers_of_different_hosts_use_sockets(make: Make) -> None:
+    with socket_world(2, make, hosts=["here", "there"]) as wires:
+        settle(wires, used=False)
+        run_threads(2, lambda wire: exchange_large(wire, [300_000]), wires=wires)
+        assert all(wire.bytes_sent > 300_000 for wire in wires)
+
+
+@BOTH
+def test_a_hundred_megabytes_sent_before_anybody_asks_for_them_do_not_block(make: Make) -> None:
+    number, num_bytes = 100, 1 << 20
+    with socket_world(2, make) as wires:
+        settle(wires)
+        assert number > NUM_SLOTS
+        data = memoryview(bytearray(num_bytes))
+
+        def program(wire: FramedWire) -> None:
+            meeting = Meeting(wire)
+            if wire.rank == 0:
+                wait_for(wire, *(wire.send(data, 1, Tag(1, 0, index), 0) for index in range(number)))
+                meeting()
+                return
+            meeting()  # by now all of it is here, out of the slots
+            assert len(wire._parked) == number
+            for index in reversed(range(number)):
+                handle, arrived = receive(wire, 0, Tag(1, 0, index), num_bytes)
+                assert handle.done and len(arrived[0]) == num_bytes
+
+        run_threads(2, program, wires=wires)
+
+
+@BOTH
+def test_what_came_early_is_a_copy_that_later_messages_do_not_change(make: Make) -> None:
+    with socket_world(2, make) as wires:
+        settle(wires)
+
+        def program(wire: FramedWire) -> None:
+            meeting = Meeting(wire)
+            if wire.rank == 0:
+                for index in range(3 * NUM_SLOTS):
+                    wait_for(wire, wire.send(memoryview(bytes([index]) * 100_000), 1, Tag(1, 0, index), 0))
+                meeting()
+                return
+            meeting()
+            for index in range(3 * NUM_SLOTS):
+                _, arrived = receive(wire, 0, Tag(1, 0, index), 100_000)
+                assert arrived == [bytes([index]) * 100_000]
+
+        run_threads(2, program, wires=wires)
+
+
+@BOTH
+def test_messages_that_wait_for_a_slot_end_with_the_peer(make: Make) -> None:
+    with socket_world(2, make) as wires:
+        settle(wires)
+        data = memoryview(bytearray(SLOT_BYTES))
+        sent = [wires[0].send(data, 1, Tag(1, 0, index), 0) for index in range(2 * NUM_SLOTS)]
+        assert not sent[-1].done
+        wires[1].abandon()
+        progress_until(wires[0], lambda: all(each.done for each in sent), "the end of the sends")
+        assert sent[-1].error is not None
+
+
+# Where it cannot be used.
+
+
+def no_space(*args: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def check_fallback(make: Make, caplog: pytest.LogCaptureFixture, why: str, size: int = 3) -> None:
+    """The job forms, results are right, the payload went over sockets, and each rank said so once."""
+    with caplog.at_level(logging.WARNING, "stretto.wire"), wires_of(size, make) as wires:
+        connect_all(wires, [peer_of(wire) for wire in wires])
+        settle(wires, used=False)
+        run_threads(size, lambda wire: exchange_large(wire, [300_000]), wires=wires)
+        assert all(wire.bytes_sent > (size - 1) * 300_000 for wire in wires)
+        run_threads(size, lambda wire: wire.close(), wires=wires)
+    said = [record.getMessage() for record in caplog.records if record.name == "stretto.wire"]
+    for rank in range(size):
+        own = [text for text in said if text.startswith(f"rank {rank}: ")]
+        assert len(own) == 1 and why in own[0] and "using sockets" in own[0], said
+
+
+@BOTH
+def test_a_full_file_system_means_sockets_and_one_warning(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    check_fallback(make, caplog, "No space left on device")
+
+
+@BOTH
+def test_a_receiver_that_cannot_open_the_file_means_sockets_and_one_warning(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Spoilt(Outbox):
+        def __init__(self, num_slots: int, slot_bytes: int) -> None:
+            super().__init__(num_slots, slot_bytes)
+            os.chmod(self.offer.path, 0o640)
+
+    monkeypatch.setattr(framed, "Outbox", Spoilt)
+    check_fallback(make, caplog, "not mode 0600")
+
+
+@BOTH
+def test_a_file_that_is_not_the_one_offered_means_sockets_and_one_warning(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Spoilt(Outbox):
+        def __init__(self, num_slots: int, slot_bytes: int) -> None:
+            super().__init__(num_slots, slot_bytes)
+            self.offer = altered(self.offer, cookie=bytes(COOKIE_BYTES))
+
+    monkeypatch.setattr(framed, "Outbox", Spoilt)
+    check_fallback(make, caplog, "not the one that was offered")
+
+
+def test_one_side_that_does_not_want_it_means_sockets(caplog: pytest.LogCaptureFixture) -> None:
+    def make(rank: int, size: int) -> FramedWire:
+        return tcp(shared_memory=rank == 0)(rank, size)
+
+    with wires_of(2, make) as wires:
+        connect_all(wires, [peer_of(wire) for wire in wires])
+        settle(wires, used=False)
+        run_threads(2, lambda wire: exchange_large(wire, [300_000]), wires=wires)
+        run_threads(2, lambda wire: wire.close(), wires=wires)
+
+
+TINY = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import logging
+from pathlib import Path
+from wire.socket_world import connect_all, peer_of, tcp, wires_of
+from wire.test_shared_memory import exchange_large, settle
+from stretto.testing import run_threads
+from stretto.wire import shared_memory
+
+logging.basicConfig(level=logging.WARNING)
+assert shared_memory.folder() == Path("/dev/shm")
+with wires_of(2, tcp()) as wires:
+    connect_all(wires, [peer_of(wire) for wire in wires])
+    settle(wires, used=False)
+    run_threads(2, lambda wire: exchange_large(wire, [300_000]), wires=wires)
+    run_threads(2, lambda wire: wire.close(), wires=wires)
+print("left:", list(Path("/dev/shm").iterdir()))
+"""
+
+
+@pytest.mark.root
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare(1)")
+def test_a_real_file_system_of_one_megabyte_means_sockets_and_no_crash() -> None:
+    mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*mount, "true"], capture_output=True, timeout=10).returncode != 0:
+        pytest.skip("this user may not mount a file system")
+    tests = Path(__file__).parents[1]
+    command = [*mount, sys.executable, "-c", TINY, str(tests), str(tests.parent / "src")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "left: []\n"
+    assert done.stderr.count("No space left on device") == 2 and "using sockets" in done.stderr
