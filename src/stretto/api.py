@@ -16,6 +16,7 @@ import torch
 from stretto.collectives.reduction import Op
 from stretto.errors import ConfigurationError
 from stretto.job.detect import detect_here
+from stretto.observe.termination import before_termination
 from stretto.session import Job, WireName, join
 from stretto.timeouts import Timeouts
 
@@ -45,6 +46,9 @@ def init(*, timeouts: Timeouts | None = None, wire: WireName = "auto") -> Job:
     # also runs at the end of processes that multiprocessing made.
     job.at_exit = Finalize(job, _leave_at_exit, (job,), exitpriority=100)
     _job.set(job)
+    if job.tracer is not None:
+        job.begin_trace()
+        before_termination(job.write_trace)
     return job
 
 

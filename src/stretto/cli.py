@@ -54,6 +54,9 @@ def run(
     prefix: Annotated[
         bool, typer.Option("--prefix/--no-prefix", help="Put the rank before every line of output.")
     ] = True,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write what each worker did when to DIR; then: stretto trace DIR.")
+    ] = None,
 ) -> None:
     """Run a script in N workers, on one machine or several.
 
@@ -73,8 +76,20 @@ def run(
         secret_file=secret_file,
         timeout_s=timeout,
         prefix=prefix,
+        trace=trace,
     )
     raise typer.Exit(launch.run(plan, os.environ))
+
+
+@app.command()
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Given to `stretto run --trace DIR` before.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="DIR/trace.json unless given.")] = None,
+) -> None:
+    """Put all workers' traces into one file, which https://ui.perfetto.dev opens, and say what is in it."""
+    from stretto.observe.command import show_trace
+
+    show_trace(folder, output)
 
 
 @app.command()

@@ -7,7 +7,9 @@
     │   ├── UnreachableError                a worker publishes an address others cannot reach
     │   ├── SecretError                     missing, malformed or wrong job secret
     │   └── WorkerFailed (.rank)            a function run by stretto.launch raised, or its process died
+    ├── CheckpointError                     a checkpoint could not be written, or is damaged, or is of another model
     ├── NonFiniteGradient (.found)          NaN or infinity in a gradient (with check_finite=True)
+    ├── BackwardFailed (.ranks)             backward ended in an exception on other workers, so there is no combined gradient
     └── WireError                           something went wrong between running workers
         ├── PeerLost (.rank)                that worker died, was stopped, left, or its link is cut
         ├── WireTimeout (.rank, .tag)       that worker is alive but did not arrive before the deadline
@@ -57,6 +59,10 @@ class WorkerFailed(JobError):
         return WorkerFailed, (self.rank, self.reason, self.traceback)
 
 
+class CheckpointError(StrettoError):
+    """A checkpoint that could not be written or read, on any rank; all ranks raise it. Nothing was overwritten or loaded."""
+
+
 class NonFiniteGradient(StrettoError):
     """NaN or infinity in a combined gradient. `found`: for each rank that produced one, the first parameter it was in."""
 
@@ -67,6 +73,25 @@ class NonFiniteGradient(StrettoError):
             f"Lower the learning rate or the loss scale, or leave check_finite off to let GradScaler skip such steps."
         )
         self.found = found
+
+    def __reduce__(self) -> tuple[type[NonFiniteGradient], tuple[dict[int, str]]]:
+        return NonFiniteGradient, (self.found,)
+
+
+class BackwardFailed(StrettoError):
+    """Another worker's backward ended in an exception. All workers have lost the gradients of this round, and none may step."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        super().__init__(
+            f"backward ended in an exception on {who}, so its gradients are missing and none were combined.\n"
+            f"See what {who} raised. To go on without this batch, catch the error on every worker, zero_grad() and take the next one: "
+            f"all replicas are still equal."
+        )
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[BackwardFailed], tuple[list[int]]]:
+        return BackwardFailed, (self.ranks,)
 
 
 class WireError(StrettoError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import threading
 import time
 from collections import Counter
@@ -25,6 +26,9 @@ from stretto.errors import ConfigurationError
 from stretto.job.detect import Launch
 from stretto.job.introduce import farewell, introduce, local_address, settle
 from stretto.job.membership import Peer
+from stretto.observe import trace
+from stretto.observe.clocks import clock_offset
+from stretto.observe.ledger import Ledger
 from stretto.plan.choose import Choices, Trial, choose, trials
 from stretto.plan.network import LinkEstimate, measure, slowest
 from stretto.timeouts import Timeouts
@@ -59,7 +63,12 @@ class Job:
         self.closed = False
         self.weight = 1.0  # of this worker's gradients in a mean; see `stretto.weight`
         self.at_exit: Finalize | None = None
-        self._communication = None if wire is None else CommunicationThread(Communicator(wire, timeouts))
+        self.ledger = Ledger()
+        self.tracer = None if launch.trace is None else trace.Tracer()
+        self._clock = (0, 0)  # offset from rank 0's and its uncertainty, once measured
+        communicator = None if wire is None else Communicator(wire, timeouts, self.ledger, self.tracer)
+        self._communication = None if communicator is None else CommunicationThread(communicator)
+        self._segment_bytes = DEFAULT_SEGMENT_BYTES if wire is None else wire.segment_bytes
         self._staging = Staging()
         self._sequence = 0
         self._channels = PUBLIC_CHANNEL
@@ -133,13 +142,15 @@ class Job:
         *,
         op: str = "sum",
         root: int = 0,
-        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        segment_bytes: int | None = None,
         name: tuple[int, int] | None = None,
         ready: Callable[[], bool] | None = None,
+        label: str = "",
     ) -> Pending:
         """Begin a collective on flat host memory; it must not be touched until the result is waited for.
 
         `name` (channel, sequence) must be the same on all ranks; without it, the calls of this job are numbered in their order.
+        `label` is compared between ranks, and shown when they disagree.
         `ready` says when the memory holds what is to be sent, if it does not yet (a copy from a GPU is under way).
         """
         plan = catalogue.plan(kind, algorithm, self.rank, self.world_size, root=root, group=self.workers_per_host)
@@ -148,7 +159,8 @@ class Job:
             if name is None:
                 name = (PUBLIC_CHANNEL, self._sequence)
                 self._sequence = (self._sequence + 1) & 0xFFFFFFFF
-            return self._communication.start(Request(plan, flat, op, *name, segment_bytes), ready)
+            segment = segment_bytes or self._segment_bytes
+            return self._communication.start(Request(plan, flat, op, *name, segment, label), ready)
 
     def new_channel(self) -> int:
         """A stream of collectives of its own. All ranks must ask for their channels in the same order."""
@@ -186,11 +198,11 @@ class Job:
         everybody = [msgspec.convert(one, LinkEstimate) for one in self.gather_object(msgspec.to_builtins(mine))]
         link = slowest(everybody)
         # Everybody computes the same from the same numbers; rank 0's word counts, should a rounding differ between machines.
-        wanted = self._as_rank_0(trials(self.world_size, link, DEFAULT_SEGMENT_BYTES, group), list[Trial])
+        wanted = self._as_rank_0(trials(self.world_size, link, self._segment_bytes, group), list[Trial])
         seconds = [self._try_out(trial) for trial in wanted]
         slowest_rank = [max(times) for times in zip(*self.gather_object(seconds), strict=True)]
         tried = dict(zip(wanted, slowest_rank, strict=True))
-        return self._as_rank_0(choose(self.world_size, link, DEFAULT_SEGMENT_BYTES, group, tried), Choices)
+        return self._as_rank_0(choose(self.world_size, link, self._segment_bytes, group, tried), Choices)
 
     def _as_rank_0(self, value: T, kind: type[T]) -> T:
         return msgspec.convert(self.gather_object(msgspec.to_builtins(value))[0], kind)
@@ -248,14 +260,43 @@ class Job:
         self.closed = True
         if self._communication is not None and self.wire is not None:
             self._communication.stop(self.timeouts.leave_s)
+            self.write_trace()
             if goodbye:
                 self.wire.close()
             else:
                 self.wire.abandon()
             if self.launch.ledger is not None:
                 Path(self.launch.ledger).write_bytes(msgspec.json.encode({"bytes_sent": self.wire.bytes_sent}))
+        else:
+            self.write_trace()
         if goodbye:
             farewell(self.launch)
+
+    def begin_trace(self) -> None:
+        """If tracing was asked for: make sure that it can be written, and learn how the workers' clocks differ. On all ranks."""
+        if self.tracer is not None and self.launch.trace is not None:
+            trace.prepare(self.launch.trace)
+            if self.world_size > 1:
+                self._clock = clock_offset(self.rank, self.barrier, self.gather_object, self.tracer.now)
+
+    def write_trace(self) -> None:
+        """Write what was traced so far to this rank's file, if tracing was asked for."""
+        if self.tracer is None or self.launch.trace is None:
+            return
+        about = trace.About(
+            rank=self.rank,
+            world_size=self.world_size,
+            run=self.launch.run,
+            host=platform.node(),
+            num_spans=len(self.tracer.spans),
+            num_dropped=self.tracer.num_dropped,
+            clock_offset_ns=self._clock[0],
+            clock_uncertainty_ns=self._clock[1],
+        )
+        try:
+            trace.write(self.launch.trace, self.tracer, about)
+        except OSError as problem:  # at the end of a job: what it computed counts for more
+            log.error("rank %d: its trace could not be written: %s", self.rank, problem)
 
 
 def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:

@@ -1,9 +1,10 @@
 """Run a program of several ranks inside one test, in threads, with nothing that can hang.
 
-    run_threads(3, program)                              real time run_virtual(64, program, model=NetworkModel(...))
-    virtual time: reproducible, with links, faults and a clock of its own
+    run_threads(3, program)                              real time
+    run_virtual(64, program, model=NetworkModel(...))    virtual time: reproducible, with links, faults and a clock of its own
+    run_jobs(3, train)                                   real time; each rank gets a whole job, to train in
 
-`program(wire, *args)` is what one rank does; the results come back in the order of ranks. The first rank that raises
+`program(wire, *args)` is what one rank does (`train(job, *args)` for `run_jobs`); the results come back in the order of ranks. The first rank that raises
 ends the others (their wires are killed), and its exception is raised here, with the rank's own traceback. A rank that
 neither returns nor raises in time gives `RanksHung`, which shows where every rank stands. Threads that a program leaves
 behind are an error.
@@ -57,6 +58,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stretto.errors import ConfigurationError, WireTimeout
+from stretto.job.detect import Launch
+from stretto.job.membership import Peer
+from stretto.timeouts import Timeouts
 from stretto.wire.base import Handle, Wire
 from stretto.wire.faults import Fault
 from stretto.wire.in_process import InProcessWire, WireKilled
@@ -64,7 +68,7 @@ from stretto.wire.network_model import NetworkModel
 from stretto.wire.threads import threads_world
 from stretto.wire.virtual import VirtualWire, virtual_world
 
-__all__ = ["RanksHung", "ThreadsLeft", "run_threads", "run_virtual", "wait_for"]
+__all__ = ["RanksHung", "ThreadsLeft", "run_jobs", "run_threads", "run_virtual", "wait_for"]
 
 GRACE_S = 2.0  # for threads to unwind once their wires are dead, or to end by themselves after a run
 
@@ -136,6 +140,56 @@ def run_virtual(
     results = _run_ranks(wires, program, args, timeout_s, close=True)
     wires[0].world.assert_all_fired()
     return results
+
+
+def run_jobs(
+    size: int,
+    program: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    timeouts: Timeouts | None = None,
+    hosts: Sequence[str] | None = None,
+    check: bool = True,
+) -> list[Any]:
+    """Run `program(job, *args)` as ranks 0..size-1, each in a thread with a job of its own, as `stretto.init()` would give it.
+
+    Inside, `stretto.rank()`, `stretto.distribute(...)` and the like mean that rank. Jobs are closed as ranks return: one that goes on
+    waiting for it gets `PeerLost`. `hosts` says on which host each rank pretends to be. torch's global random state is shared by
+    all threads: build models from a generator, or let `distribute` copy rank 0's.
+
+    >>> import torch
+    >>> run_jobs(3, lambda job: job.all_reduce(torch.tensor([float(job.rank)]), algorithm="ring").item())
+    [1.0, 1.0, 1.0]
+    """
+    patience = timeouts or Timeouts(arrive_s=timeout_s / 2)
+    return run_threads(
+        size, lambda wire: _in_a_job(wire, patience, hosts, program, args), timeout_s=timeout_s, wires=threads_world(size, check=check)
+    )
+
+
+def _in_a_job(
+    wire: Wire, timeouts: Timeouts, hosts: Sequence[str] | None, program: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    from stretto import api  # brings in torch, which the wires do without
+    from stretto.session import Job
+
+    names = list(hosts or ["here"] * wire.world_size)
+    peers = [Peer(rank, names[:rank].count(host), host, "127.0.0.1:1", 1) for rank, host in enumerate(names)]
+    launch = Launch(
+        rank=wire.rank, world_size=wire.world_size, local_rank=peers[wire.rank].local_rank,
+        local_world_size=names.count(names[wire.rank]), rendezvous=None, secret=None, encrypt=False, launcher="stretto",
+    )  # fmt: skip
+    job = Job(launch, peers, wire, timeouts)
+    token = api._job.set(job)
+    try:
+        result = program(job, *args)
+    except BaseException:
+        job.close(goodbye=False)
+        raise
+    finally:
+        api._job.reset(token)
+    job.close(goodbye=True)
+    return result
 
 
 def _run_ranks(

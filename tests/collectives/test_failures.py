@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -94,10 +95,12 @@ def test_when_one_link_is_cut_the_ranks_that_still_see_everybody_fail_too_and_ag
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_kill_on_threads_reaches_every_survivor(eager: bool) -> None:
     wires = threads_world(4, eager=eager)
+    all_have_left_the_barrier = threading.Barrier(4)
 
     def program(wire: Wire) -> WireError | None:
         me = Rank(wire)
         me.barrier()
+        all_have_left_the_barrier.wait(20)
         if wire.rank == 3:
             me.start(Kind.ALL_REDUCE, "ring", integers(3, 1000))
             wires[3].kill("on purpose")

@@ -31,8 +31,11 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
         process.kill()
 
 
-def test_output_has_the_host_in_front_and_the_exit_code_is_the_first_failing_hosts() -> None:
-    done = stretto_lab("--hosts", "2", "--rate", "100mbit", "--", "sh", "-c", "echo from $RANK; test $RANK = 0 || exit 7")
+def test_output_has_the_host_in_front_and_the_exit_code_is_the_first_failing_hosts(tmp_path: Path) -> None:
+    # A failure ends the others, so host 1 fails only once host 0 has spoken.
+    spoken = tmp_path / "spoken"
+    script = f"echo from $RANK; if test $RANK = 0; then touch {spoken}; else while ! test -e {spoken}; do sleep 0.05; done; exit 7; fi"
+    done = stretto_lab("--hosts", "2", "--rate", "100mbit", "--", "sh", "-c", script)
     assert done.returncode == 7
     assert sorted(done.stdout.splitlines()) == ["[host 0] from 0", "[host 1] from 1"]
     assert "2 hosts, links 100mbit" in done.stderr
@@ -63,7 +66,7 @@ def test_bad_input_gets_a_message_and_no_traceback(words: list[str], says: str) 
 
 
 def test_ctrl_c_ends_everything_within_five_seconds() -> None:
-    script = "echo $RANK started; trap 'echo $RANK bye; exit 0' INT; while :; do sleep 0.1; done"
+    script = "trap 'echo $RANK bye; exit 0' INT; echo $RANK started; while :; do sleep 0.1; done"
     running = subprocess.Popen(
         [*STRETTO, "--hosts", "2", "--", "sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -271,3 +271,22 @@ def test_sends_under_way_to_a_peer_that_dies_end_with_an_error() -> None:
             wait_for(wires[0], sent)
         assert isinstance(caught.value, PeerLost) and caught.value.rank == 1
         progress_until(wires[0], lambda: 1 in wires[0].lost, "the loss")
+
+
+def test_a_stranger_that_left_does_not_take_the_peer_along_that_got_his_descriptor() -> None:
+    """The coordinator's look at the port is such a stranger: descriptors are used again, news of their end comes late."""
+    for _ in range(4):
+        with wires_of(2, zeromq()) as wires:
+            for wire in wires:
+                host, _, port = wire.address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=5).close()
+            connect_all(wires, [peer_of(wire) for wire in wires])
+
+            def program(wire: FramedWire) -> None:
+                end = wire.now() + 0.25  # longer than the grace in which a suspect is not yet lost
+                while wire.now() < end:
+                    wire.progress(0.05)
+                assert not wire.lost
+
+            run_threads(2, program, wires=wires)
+            run_threads(2, lambda wire: wire.close(), wires=wires)

@@ -26,7 +26,7 @@ def job_over(job: Job, wire: str) -> Job:
 
 def _beside(job: Job, *, encrypt: bool) -> Job:
     # Without a rendezvous its `close` says goodbye to the peers only: the coordinator hears it from the first job.
-    launch = replace(job.launch, encrypt=encrypt, rendezvous=None)
+    launch = replace(job.launch, encrypt=encrypt, rendezvous=None, trace=None)
     if launch.secret is None:
         raise ConfigurationError(
             "a second wire in a job without a secret: its workers could not be told from strangers. "

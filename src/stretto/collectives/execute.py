@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -38,8 +39,10 @@ from stretto.collectives.plan import Buffer, Kind, Plan
 from stretto.collectives.reduction import Accumulator, check_op, dtype_code, dtype_name
 from stretto.collectives.schedule import Action, Schedule, Task, check_length, compile_plan
 from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, WireError, WireTimeout
+from stretto.observe.ledger import Ledger
+from stretto.observe.trace import Tracer
 from stretto.timeouts import Timeouts
-from stretto.wire.base import DigestMismatch, Handle, Tag, Wire
+from stretto.wire.base import Consume, DigestMismatch, Handle, Tag, Wire
 
 EAGER_BYTES: Final = 64 << 10
 EAGER_AHEAD: Final = 256
@@ -58,6 +61,7 @@ TOPIC_KNOCK: Final = 21
 log = logging.getLogger("stretto.collectives")
 compiled = lru_cache(maxsize=1024)(compile_plan)
 Name = tuple[int, int]  # channel, sequence
+OnDone = Callable[[Handle], None]
 T = TypeVar("T")
 
 
@@ -99,6 +103,7 @@ class Request:
     channel: int = 0
     sequence: int = 0
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
+    label: str = ""  # what the caller means by it; must be the same on all ranks, like the rest
 
     def __post_init__(self) -> None:
         """Refuse what cannot work in the caller's thread, before anything is sent."""
@@ -121,7 +126,7 @@ class Request:
             what += f", op={self.op}"
         if plan.kind in (Kind.REDUCE, Kind.BROADCAST):
             what += f", root={plan.root}"
-        return f"{what}, algorithm={plan.algorithm}, world_size={plan.size})"
+        return f"{what}, algorithm={plan.algorithm}, world_size={plan.size}){self.label}"
 
 
 class Pending:
@@ -133,6 +138,7 @@ class Pending:
         self._finished = threading.Event()
         self.ready: Callable[[], bool] | None = None
         self._help_along = help_along  # one turn of the loop, where no thread turns it
+        self.on_waited: Callable[[Pending, int], None] | None = None  # told when a wait that began at a time has ended
 
     @property
     def done(self) -> bool:
@@ -144,13 +150,20 @@ class Pending:
 
     def wait(self) -> None:
         """Return when it is done; raise what went wrong. Whoever ends the loop ends every collective in it, so this returns."""
+        if not self._finished.is_set():
+            begin_ns = time.perf_counter_ns()
+            self._wait()
+            if self.on_waited is not None:
+                self.on_waited(self, begin_ns)
+        if self.error is not None:
+            raise self.error
+
+    def _wait(self) -> None:
         while not self._finished.is_set():
             if self._help_along is not None:
                 self._help_along()
             else:
                 self._finished.wait(1.0)  # in slices, so that Ctrl-C gets through on every platform
-        if self.error is not None:
-            raise self.error
 
 
 class _Run:
@@ -210,21 +223,31 @@ class _Run:
         elif task.action is Action.RECEIVE:
             self._receive(number, task)
         else:
-            self._work_locally(task)
+            self._work_locally_traced(task)
             self._finished(number)
 
     def send(self, number: int, task: Task) -> None:
         accumulator = self.accumulators[task.buffer]
         view = accumulator.bytes_of(task.start, task.stop)
         tag = Tag(*self.name, task.index, self.digest)
-        self.communicator.wire.send(view, task.peer, tag, self.code, partial(self._on_done, number))
+        on_done: OnDone = partial(self._on_done, number)
+        tracer = self.communicator.tracer
+        if tracer is not None:
+            on_done = tracer.watch("send", task.peer, view.nbytes, self.belief, on_done)
+        self.communicator.wire.send(view, task.peer, tag, self.code, on_done)
 
     def _receive(self, number: int, task: Task) -> None:
         num_bytes = (task.stop - task.start) * self.accumulators[task.buffer].itemsize
         tag = Tag(*self.name, task.index, self.digest)
-        consume = partial(self._consume, task)
+        consume: Consume = partial(self._consume, task)
+        on_done: OnDone = partial(self._on_done, number)
+        tracer = self.communicator.tracer
+        if tracer is not None:
+            on_done = tracer.watch("receive", task.peer, num_bytes, self.belief, on_done)
+            if task.add:
+                consume = tracer.timed("reduce", task.peer, num_bytes, self.belief, consume)
         into = None if task.add else self.accumulators[task.buffer].bytes_of(task.start, task.stop)
-        self.communicator.wire.recv(task.peer, tag, num_bytes, self.code, consume, partial(self._on_done, number), into)
+        self.communicator.wire.recv(task.peer, tag, num_bytes, self.code, consume, on_done, into)
 
     def _consume(self, task: Task, incoming: memoryview) -> None:
         accumulator = self.accumulators[task.buffer]
@@ -235,6 +258,14 @@ class _Run:
             accumulator.combine(task.start, task.stop, incoming, final=task.final, arrived_first=lower_first)
         elif incoming.nbytes:
             accumulator.copy_in(task.start, task.stop, incoming)
+
+    def _work_locally_traced(self, task: Task) -> None:
+        tracer = self.communicator.tracer
+        if tracer is None or not task.add:
+            self._work_locally(task)
+        else:
+            num_bytes = (task.stop - task.start) * self.accumulators[task.buffer].itemsize
+            tracer.timed("reduce", -1, num_bytes, self.belief, self._work_locally)(task)
 
     def _work_locally(self, task: Task) -> None:
         target = self.accumulators[task.buffer]
@@ -281,9 +312,17 @@ class _Run:
 class Communicator:
     """The event loop, without a thread of its own: `step` moves everything that can move."""
 
-    def __init__(self, wire: Wire, timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        timeouts: Timeouts | None = None,
+        ledger: Ledger | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.wire = wire
         self.timeouts = timeouts or Timeouts()
+        self.tracer = tracer  # None: not tracing
+        self.ledger = ledger or Ledger()
         self._runs: dict[Name, _Run] = {}
         self._begun: dict[Name, dict[int, str]] = {}  # who has begun what we have not
         self._progress_of: dict[tuple[int, int], int] = {}  # (channel, rank) -> last collective known to have begun there
@@ -309,6 +348,7 @@ class Communicator:
     def start(self, request: Request) -> Pending:
         """Begin a collective. Only for the thread that drives this communicator."""
         pending = Pending(request, lambda: self.step(self.patience_s()))
+        pending.on_waited = self.waited
         self.begin(pending)
         return pending
 
@@ -365,7 +405,18 @@ class Communicator:
         return to in run.opened
 
     def completed(self, run: _Run) -> None:
+        request, schedule = run.request, run.schedule
+        self.ledger.count(request.plan.kind.value, schedule.sent, schedule.received, request.tensor.element_size())
         self._end(run, None)
+
+    def waited(self, pending: Pending, begin_ns: int) -> None:
+        """Somebody waited for a collective. Called in the thread that waited."""
+        self.ledger.count_wait(time.perf_counter_ns() - begin_ns)
+        if self.tracer is not None:
+            plan = pending.request.plan
+            name = f"wait {plan.kind.value} {plan.algorithm}"
+            num_bytes = pending.request.tensor.nbytes
+            self.tracer.span("wait", name, begin_ns, num_bytes=num_bytes, collective=pending.request.belief)
 
     def _end(self, run: _Run, error: StrettoError | None) -> None:
         del self._runs[run.name]
@@ -698,6 +749,7 @@ class CommunicationThread:
     def start(self, request: Request, ready: Callable[[], bool] | None = None) -> Pending:
         """Begin a collective; with `ready`, once that returns True (it is asked often, in the communication thread)."""
         pending = Pending(request)
+        pending.on_waited = self.communicator.waited
         pending.ready = ready
         if self._broken is not None:
             pending.finish(self._broken)

@@ -54,6 +54,8 @@ class Schedule:
     sources: frozenset[int]
     destinations: frozenset[int]
     needs_work_buffer: bool
+    sent: tuple[tuple[int, int], ...] = ()  # (peer, elements) over all messages: the ledger's
+    received: tuple[tuple[int, int], ...] = ()
 
 
 def compile_plan(plan: Plan, num_elements: int, segment_elements: int) -> Schedule:
@@ -77,7 +79,17 @@ def compile_plan(plan: Plan, num_elements: int, segment_elements: int) -> Schedu
         sources=frozenset(task.peer for task in tasks if task.action is Action.RECEIVE),
         destinations=frozenset(task.peer for task in tasks if task.action is Action.SEND),
         needs_work_buffer=plan.needs_work_buffer,
+        sent=_elements_by_peer(tasks, Action.SEND),
+        received=_elements_by_peer(tasks, Action.RECEIVE),
     )
+
+
+def _elements_by_peer(tasks: list[Task], action: Action) -> tuple[tuple[int, int], ...]:
+    totals: dict[int, int] = defaultdict(int)
+    for task in tasks:
+        if task.action is action:
+            totals[task.peer] += task.stop - task.start
+    return tuple(totals.items())
 
 
 def check_length(plan: Plan, num_elements: int) -> None:

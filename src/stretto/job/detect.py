@@ -49,6 +49,7 @@ class Launch:
     master: str | None = None  # MASTER_ADDR:MASTER_PORT, where torch's store is
     run: str = ""  # tells this run from an earlier one of the same name
     ledger: str | None = None  # STRETTO_LEDGER: where to write, at the end, how many bytes were sent (the lab asks)
+    trace: str | None = None  # STRETTO_TRACE: the folder for this rank's trace file; None: no tracing
     agent_store: bool = False  # torchrun's agent serves the store; otherwise rank 0 has to
 
     @property
@@ -194,6 +195,7 @@ def _launch(
         master=master,
         run=run,
         ledger=environ.get("STRETTO_LEDGER") or None,
+        trace=environ.get("STRETTO_TRACE") or None,
         agent_store=agent_store,
     )
 

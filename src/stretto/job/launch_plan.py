@@ -34,6 +34,7 @@ class RunPlan:
     secret: bytes
     timeout_s: float | None = None
     prefix: bool = True
+    trace: Path | None = None  # the folder, absolute: workers may change theirs
 
     @property
     def world_size(self) -> int:
@@ -55,6 +56,7 @@ def make_plan(
     secret_file: Path | None,
     timeout_s: float | None,
     prefix: bool,
+    trace: Path | None = None,
 ) -> RunPlan:
     """Check every value of the command line and put them together."""
     if not module:
@@ -69,6 +71,7 @@ def make_plan(
         secret=job_secret(nodes, secret_file),
         timeout_s=timeout_s,
         prefix=prefix,
+        trace=None if trace is None else trace_folder(trace),
     )
 
 
@@ -106,6 +109,20 @@ def check_counts(workers: int, nodes: int, node: int | None, timeout_s: float | 
         raise ConfigurationError(
             f"--timeout {timeout_s:g}: a timeout is a positive number of seconds, such as --timeout 60."
         )
+
+
+def trace_folder(folder: Path) -> Path:
+    """The folder, made if need be, without the files of earlier runs: ranks that this run does not have would stay."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("trace-rank*.json"):
+            old.unlink()
+    except OSError as problem:
+        raise ConfigurationError(
+            f"--trace {folder}: nothing can be written there ({problem.strerror}).\n"
+            f"Name a folder of yours, for instance --trace traces; it is made if it does not exist."
+        ) from problem
+    return folder.absolute()
 
 
 def meeting_place(nodes: int, rendezvous: str | None) -> tuple[str, int] | None:
@@ -218,6 +235,8 @@ def worker_environment(
     )
     if plan.workers > 1 and "OMP_NUM_THREADS" not in environ:
         own["OMP_NUM_THREADS"] = "1"  # N workers with a thread per core each would fight over the cores
+    if plan.trace is not None:
+        own["STRETTO_TRACE"] = str(plan.trace)
     return {**environ, **own}
 
 

@@ -75,6 +75,7 @@ LostListener = Callable[[PeerLost], None]
 class Wire(ABC):
     """See the module's text. Implementations: `zeromq`, `torch_group`, `threads`."""
 
+    segment_bytes: int = 2 << 20  # the message length that suits this wire best, for tensors that have to be cut
     rank: int
     world_size: int
     lost: dict[int, PeerLost]  # peers that are gone, with the reason; a rank never leaves this table

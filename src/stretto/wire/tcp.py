@@ -509,7 +509,7 @@ class TcpWire(FramedWire):
                 connection.heard_at = now  # it was we who did not listen
             if now - connection.spoke_at > self.timeouts.silence_s / 5 and not connection.outgoing:
                 self._control(connection.rank, FrameKind.HEARTBEAT)
-            if now - connection.heard_at > self.timeouts.silence_s * 0.9:
+            if now - connection.heard_at > self.timeouts.silence_s * 0.8:  # we look every tenth of it, or less often
                 self._judge_silence(connection, now)
 
     def _judge_silence(self, connection: Stream, now: float) -> None:

@@ -35,7 +35,7 @@ from stretto.wire import frames
 from stretto.wire.base import Handle
 from stretto.wire.framed import TOPIC_HELLO, Connection, FramedWire
 from stretto.wire.frames import FrameKind
-from stretto.wire.zeromq_watch import EVENTS, LISTENER, Event, Seen, Watcher
+from stretto.wire.zeromq_watch import EVENTS, LISTENER, LISTENER_EVENTS, Event, Seen, Watcher
 
 INLINE_BYTES = 32 << 10  # header and payload in one part
 COPIED_BYTES = 128 << 10  # below this a copy is cheaper than tracking when the memory is free again
@@ -56,6 +56,8 @@ class _Connection(Connection):
 class ZeroMQWire(FramedWire):
     """See the module's text. `bind` in the constructor, then publish `address`, then `connect` to everybody."""
 
+    segment_bytes = 1 << 20  # a message is encrypted whole before its first byte leaves: shorter ones overlap better
+
     def __init__(
         self,
         rank: int,
@@ -75,7 +77,7 @@ class ZeroMQWire(FramedWire):
         self._identity = IDENTITY.pack(rank, secrets.token_bytes(8))
         self._connections: dict[int, _Connection] = {}
         self._sources: dict[bytes, int] = {}
-        self._incoming: dict[int, int] = {}  # descriptor of a connection made by a peer -> its rank
+        self._incoming: dict[int, int] = {}  # number of a connection that we accepted -> the rank that made it
         self._suspects: dict[int, float] = {}  # rank -> when its silence becomes a loss
         self._refused: set[int] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2 if (os.cpu_count() or 1) >= 8 else 1)
@@ -103,7 +105,7 @@ class ZeroMQWire(FramedWire):
                 f"rank {self.rank} cannot listen on {host}:{port or 'any port'}: {error}.\n"
                 f"Choose another address or port, or none to let the system pick a free port."
             ) from error
-        self._watcher.add(LISTENER, router.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        self._watcher.add(LISTENER, router.get_monitor_socket(LISTENER_EVENTS))
         endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.rstrip(b"\0").decode().removeprefix("tcp://")
@@ -278,7 +280,9 @@ class ZeroMQWire(FramedWire):
         rank = int(IDENTITY.unpack(identity)[0])
         if rank in self._connections and rank not in self._sources.values():
             self._sources[identity] = rank
-            self._incoming[descriptor] = rank
+            connection = self._watcher.connection_on(descriptor)
+            if connection is not None:
+                self._incoming[connection] = rank
 
     # -- peers come and go --------------------------------------------------------------------------------------------
 
@@ -296,7 +300,7 @@ class ZeroMQWire(FramedWire):
 
     def _weigh(self, event: Event) -> None:
         if event.rank == LISTENER:
-            rank = self._incoming.pop(event.descriptor, None)
+            rank = self._incoming.pop(event.connection, None)
             if rank is not None and rank not in self.lost:
                 self._suspect(rank)
             return

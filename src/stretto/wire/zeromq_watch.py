@@ -30,6 +30,9 @@ EVENTS = (
 )
 
 
+ANSWER_S: Final = 1.0
+
+
 class Seen(enum.Enum):
     CONNECTED = "connected"
     DISCONNECTED = "disconnected"
@@ -40,10 +43,11 @@ class Seen(enum.Enum):
 class Event(NamedTuple):
     rank: int
     seen: Seen
-    descriptor: int  # the connection it was seen on (CONNECTED, DISCONNECTED)
+    connection: int = 0  # which accepted connection was lost (rank LISTENER)
 
 
-LISTENER: Final = -1  # in place of a rank: seen on the socket that peers connect to, which knows only descriptors
+LISTENER: Final = -1  # in place of a rank: seen on the socket that peers connect to, which does not know who they are
+LISTENER_EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 class Watcher:
@@ -55,6 +59,9 @@ class Watcher:
         self._notify = notify
         self._incoming: deque[tuple[int, zmq.Socket[bytes]]] = deque()
         self._monitors: dict[zmq.Socket[bytes], int] = {}
+        self._accepted: dict[int, int] = {}  # descriptor -> number of the connection it stands for
+        self._num_accepted = 0
+        self._questions: deque[threading.Event] = deque()
         self._near, self._far = socket.socketpair()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="stretto-watch", daemon=True)
@@ -64,6 +71,14 @@ class Watcher:
         """Hand over a monitor socket; from now on only the watcher's thread touches it."""
         self._incoming.append((rank, monitor))
         self._near.send(b"+")
+
+    def connection_on(self, descriptor: int) -> int | None:
+        """The number of the accepted connection on a descriptor. Descriptors are used again, by strangers too; numbers are not."""
+        caught_up = threading.Event()
+        self._questions.append(caught_up)
+        self._near.send(b"?")
+        caught_up.wait(ANSWER_S)
+        return self._accepted.get(descriptor)
 
     def stop(self, timeout_s: float) -> None:
         self._stopping = True
@@ -95,17 +110,40 @@ class Watcher:
             rank, monitor = self._incoming.popleft()
             self._monitors[monitor] = rank
             poller.register(monitor, zmq.POLLIN)
+        while self._questions:
+            for monitor in [monitor for monitor, rank in self._monitors.items() if rank == LISTENER]:
+                while self._report(monitor, poller):
+                    pass
+            self._questions.popleft().set()
 
-    def _report(self, monitor: zmq.Socket[bytes], poller: zmq.Poller) -> None:
-        message = parse_monitor_message(monitor.recv_multipart())
+    def _report(self, monitor: zmq.Socket[bytes], poller: zmq.Poller) -> bool:
+        """Pass on the next thing it has seen; False when there is none (any more)."""
+        if monitor not in self._monitors:
+            return False
+        try:
+            message = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return False
         if message["event"] == zmq.EVENT_MONITOR_STOPPED:
             poller.unregister(monitor)
             del self._monitors[monitor]
             monitor.close(0)
-            return
-        meaning = _meaning(int(message["event"]))
-        self.events.append(Event(self._monitors[monitor], meaning, int(message["value"])))
-        self._notify()
+            return False
+        rank = self._monitors[monitor]
+        if rank == LISTENER:
+            self._report_accepted(int(message["event"]), int(message["value"]))
+        else:
+            self.events.append(Event(rank, _meaning(int(message["event"]))))
+            self._notify()
+        return True
+
+    def _report_accepted(self, event: int, descriptor: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._num_accepted += 1
+            self._accepted[descriptor] = self._num_accepted
+        elif descriptor in self._accepted:
+            self.events.append(Event(LISTENER, Seen.DISCONNECTED, self._accepted.pop(descriptor)))
+            self._notify()
 
 
 def _meaning(event: int) -> Seen:

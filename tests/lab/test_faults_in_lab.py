@@ -1,0 +1,98 @@
+"""A job on hosts of its own: it works, counts its bytes truly, and a cut link is noticed on both ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.lab import Lab
+
+pytestmark = [pytest.mark.root, pytest.mark.processes, pytest.mark.timeout(90)]
+
+Eventually = Callable[[Callable[[], bool], float], None]
+SILENCE_S = 2.0
+CUT = 1
+
+WORKER = """
+import json, os, sys, time
+import torch, stretto
+from stretto import Timeouts
+
+folder, rank = sys.argv[1], int(os.environ["STRETTO_RANK"])
+
+def mark(name, value):
+    with open(f"{folder}/{name}.new", "w") as file: json.dump(value, file)
+    os.rename(f"{folder}/{name}.new", f"{folder}/{name}")
+
+def all_reduce(numel):
+    tensor = torch.full((numel,), float(rank))
+    stretto.all_reduce(tensor, "sum", algorithm="ring")
+    assert tensor[0] == 3 and tensor[-1] == 3
+
+job = stretto.init(timeouts=Timeouts(silence_s=float(sys.argv[2])))
+for _ in range(10): all_reduce(2_000_000)
+mark(f"sent{rank}", {"bytes": job.wire.bytes_sent, "wire": type(job.wire).__name__})
+end = time.monotonic() + 60
+try:
+    while time.monotonic() < end:
+        all_reduce(1000)
+        if not os.path.exists(f"{folder}/counted"): time.sleep(0.1)
+        else: mark(f"ready{rank}", None) if not os.path.exists(f"{folder}/ready{rank}") else time.sleep(0.01)
+except stretto.StrettoError as error:
+    mark(f"caught{rank}", {"kind": type(error).__name__, "rank": getattr(error, "rank", None), "at": time.monotonic(), "text": str(error)})
+"""
+
+
+@pytest.mark.parametrize(("encrypt", "wire"), [(False, "TcpWire"), (True, "ZeroMQWire")], ids=["plain", "encrypted"])
+def test_hosts_reduce_and_count_their_bytes_and_a_cut_link_is_noticed_on_both_ends(
+    encrypt: bool, wire: str, tmp_path: Path, eventually: Eventually
+) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+
+    def marks(name: str) -> list[Path]:
+        return [tmp_path / f"{name}{rank}" for rank in range(3)]
+
+    with Lab(hosts=3, encrypt=encrypt) as lab:
+        job = lab.start([sys.executable, str(script), str(tmp_path), str(SILENCE_S)])
+
+        def have(name: str) -> bool:
+            if any(process.finished for process in job.processes) and not all(mark.exists() for mark in marks(name)):
+                pytest.fail("\n".join(process.output for process in job.processes))
+            return all(mark.exists() for mark in marks(name))
+
+        eventually(lambda: have("sent"), 40)
+        sent = [json.loads(mark.read_text()) for mark in marks("sent")]
+        check_ledger(sent, [traffic.sent for traffic in lab.counters()], wire)
+
+        (tmp_path / "counted").touch()
+        eventually(lambda: have("ready"), 20)
+        lab.cut(CUT)
+        cut_at = time.monotonic()
+        eventually(lambda: all(mark.exists() for mark in marks("caught")), 15)
+        check_cut([json.loads(mark.read_text()) for mark in marks("caught")], cut_at)
+        results = job.wait(20, keep_going=True)
+    assert [result.returncode for result in results] == [0, 0, 0], results
+
+
+def check_ledger(sent: list[dict[str, Any]], counted: list[int], wire: str) -> None:
+    """What the wires say they sent and what the interfaces saw: the same to 5 per cent."""
+    assert [each["wire"] for each in sent] == [wire] * 3
+    by_hand = 10 * 4 * 2_000_000 * 4 // 3  # of a ring of three: 2 (P-1)/P of the tensor, ten times
+    for each, interface in zip(sent, counted, strict=True):
+        assert each["bytes"] == pytest.approx(by_hand, rel=0.01)
+        assert interface == pytest.approx(each["bytes"], rel=0.05)
+
+
+def check_cut(caught: list[dict[str, Any]], cut_at: float) -> None:
+    for rank, error in enumerate(caught):
+        assert error["kind"] == "PeerLost", caught
+        assert error["at"] - cut_at < SILENCE_S + 0.3, (error["at"] - cut_at, caught)
+        # Those who are left name the host that was cut off; that host itself lost both others, and names one.
+        assert error["rank"] == CUT if rank != CUT else error["rank"] in (0, 2), caught
