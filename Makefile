@@ -13,7 +13,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)
-	$(BIN)/python examples/race.py
+	$(BIN)/python examples/train_demo.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"

@@ -12,6 +12,7 @@ parameters, or their speed would mean nothing.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,6 @@ from torch.profiler import profile
 
 import stretto
 from stretto.bench.machine import Machine, describe
-from stretto.distribute import distribute
 from stretto.errors import JobError
 from stretto.session import Job
 
@@ -82,7 +82,7 @@ class Contender:
 
     def _wrap(self, job: Job) -> nn.Module:
         if self.name == "stretto":
-            return distribute(self.core, self.optimizer, job=job)[0]
+            return stretto.distribute(self.core, self.optimizer, job=job)[0]
         if self.name == "plain loop":
             return self.core
         return DistributedDataParallel(self.core, gradient_as_bucket_view=self.name == "DDP, views")
@@ -193,14 +193,31 @@ def _peak(device: torch.device) -> Iterator[list[int]]:
         yield peak
         peak.append(torch.cuda.max_memory_allocated(device) - before)
         return
-    with profile(profile_memory=True) as profiled:
-        yield peak
+    profiled = profile(profile_memory=True)
+    with _silent():
+        profiled.start()
+    yield peak
+    with _silent():
+        profiled.stop()
     changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
     total = highest = 0
     for event in sorted(changes, key=lambda event: event.start_ns()):
         total += event.nbytes()
         highest = max(highest, total)
     peak.append(highest)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """The profiler announces its beginning and end on stderr, whatever its log level."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 # -- the worker -------------------------------------------------------------------------------------------------------
@@ -212,6 +229,7 @@ def main(arguments: list[str]) -> None:
     device = job.device if settings.device == "cuda" else torch.device("cpu")
     if job.world_size > 1:
         dist.init_process_group("gloo", rank=job.rank, world_size=job.world_size)
+        job.choose(1)  # measures the links, once: no part of any step, nor of a model's memory
     rows: list[Row] = []
     for name in settings.models:
         rows += measure(job, settings, name, device)

@@ -1,4 +1,4 @@
-"""A race: every all-reduce of the catalogue, on four workers of this machine, over a few sizes. This is `make demo`.
+"""A race: every all-reduce of the catalogue, on four workers of this machine, over a few sizes.
 
     python examples/race.py                     live table on a terminal, bars at the end, plot in demo-output/race.png
     python examples/race.py --workers 2 --sizes 1024 65536 --rounds 3
@@ -151,7 +151,7 @@ What to try next:
                                                         the same on four hosts with slow links (root or user namespaces)
   stretto bench allreduce -n 4 --sizes 4K,1M,32M        beside torch's gloo and a bare TCP stream
   stretto doctor                                        what this machine has
-(`make demo` has installed stretto into .venv: use .venv/bin/stretto, or activate it.)"""
+(`make` has installed stretto into .venv: use .venv/bin/stretto, or activate it.)"""
 
 
 def main() -> None:

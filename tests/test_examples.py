@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 
 def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")} | {"OMP_NUM_THREADS": "1"}
     whole = [sys.executable, *command]
     return subprocess.run(whole, cwd=folder, env=kept, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
@@ -51,3 +52,85 @@ def test_a_race_that_cannot_be_run_fails_with_the_workers_message(tmp_path: Path
 
     assert done.returncode == 2
     assert "at least one worker" in done.stderr
+
+
+# ---------------------------------------------------------------- training
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What an example has printed, without the rank before each line."""
+    assert done.returncode == 0, done.stderr
+    return [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+
+
+def losses(lines: list[str]) -> list[float]:
+    return [float(word) for line in lines for word in re.findall(r"loss ([\d.]+)", line)]
+
+
+def on_workers(n: int, example: str, *arguments: str, folder: Path) -> list[str]:
+    return printed(run("-m", "stretto", "run", "-n", str(n), str(EXAMPLES / example), *arguments, folder=folder))
+
+
+def test_the_gpt_learns_the_same_whatever_the_number_of_workers(tmp_path: Path) -> None:
+    alone = losses(printed(run(str(EXAMPLES / "gpt.py"), "--steps", "5", folder=tmp_path)))
+    together = losses(on_workers(3, "gpt.py", "--steps", "5", "--strategy", "horovod()", folder=tmp_path))
+
+    assert len(alone) == 10 and alone[-1] < alone[0]  # training and validation, five times
+    assert together == pytest.approx(alone, abs=2e-3)  # 32 rows cannot be shared equally by three
+
+
+def test_the_digits_are_learnt_the_same_by_one_worker_and_by_two(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    alone = printed(run(str(EXAMPLES / "digits.py"), "--steps", "40", folder=tmp_path))
+    together = on_workers(2, "digits.py", "--steps", "40", "--strategy", "Strategy(schedule=WaitFree())", folder=tmp_path)
+
+    assert losses(together) == pytest.approx(losses(alone), abs=2e-3)
+    assert float(re.findall(r"([\d.]+)%", together[-1])[0]) > 60
+
+
+def test_the_gan_trains_two_models_under_torchrun(tmp_path: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "gan.py")]
+    done = run(*command, "--steps", "50", folder=tmp_path)
+
+    assert [line.split()[1] for line in printed(done)] == ["10", "20", "30", "40", "50"]
+
+
+def test_an_example_says_what_is_wrong_with_its_strategy(tmp_path: Path) -> None:
+    done = run(str(EXAMPLES / "gan.py"), "--strategy", "Strategy(schedule=Magic())", folder=tmp_path)
+
+    assert done.returncode == 1
+    assert "'Magic' is not known; known are AfterBackward, AllReduce, Buckets" in done.stderr
+
+
+def test_the_demo_trains_and_ends_with_a_table_and_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = run(str(EXAMPLES / "train_demo.py"), "--workers", "2", "--steps", "10", folder=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout  # piped: no live line, no colours
+    assert done.stdout.count("samples/s") == 11  # ten steps, and the table's head
+    assert "in communication" in done.stdout and "in 10 steps" in done.stdout and "What to try next:" in done.stdout
+    assert (tmp_path / "demo-output" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_demo_that_cannot_be_run_fails_with_the_reason(tmp_path: Path) -> None:
+    done = run(str(EXAMPLES / "train_demo.py"), "--workers", "0", folder=tmp_path)
+
+    assert done.returncode == 2
+    assert "at least one worker" in done.stderr
+
+
+# ---------------------------------------------------------------- the first screen
+
+
+def test_the_diff_of_the_readme_makes_a_plain_script_data_parallel(tmp_path: Path) -> None:
+    diff = re.findall(r"^```diff\n(.*?)^```$", (EXAMPLES.parent / "README.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    for name, dropped in (("plain.py", "+"), ("train.py", "-")):
+        kept = [line[1:] for line in diff.splitlines() if not line.startswith(dropped)]
+        (tmp_path / name).write_text("\n".join(kept) + "\n")
+    plain = printed(run("plain.py", folder=tmp_path))
+    together = printed(run("-m", "stretto", "run", "-n", "2", "train.py", folder=tmp_path))
+
+    assert "stretto" not in (tmp_path / "plain.py").read_text()
+    assert len(losses(plain)) == 1 and len(losses(together)) == 2
+    assert max(losses(together)) < 0.1 > losses(plain)[0]

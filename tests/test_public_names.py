@@ -11,10 +11,12 @@ import pytest
 import stretto
 
 NAMES = [
-    "ConfigurationError", "FrameError", "JobError", "PeerLost", "RankMismatch", "RendezvousError", "SecretError",
-    "StrettoError", "Timeouts", "UnreachableError", "WireError", "WireTimeout", "WorkerFailed", "all_gather", "all_reduce",
-    "barrier", "broadcast", "current_job", "device", "gather_object", "init", "is_initialized", "launch", "local_rank",
-    "rank", "shutdown", "world_size",
+    "AfterBackward", "AllReduce", "Buckets", "CheckpointError", "ConfigurationError", "FrameError", "JobError",
+    "NoCompression", "NonFiniteGradient", "PeerLost", "RankMismatch", "RendezvousError", "Replicated", "Resumed",
+    "Sampler", "SecretError", "Strategy", "StrettoError", "Synchronous", "Timeouts", "UnreachableError", "WaitFree",
+    "WireError", "WireTimeout", "WorkerFailed", "all_gather", "all_reduce", "barrier", "broadcast", "current_job",
+    "device", "distribute", "gather_object", "init", "is_initialized", "join", "launch", "load", "local_rank",
+    "no_sync", "parse", "rank", "recipes", "save", "shutdown", "weight", "world_size",
 ]  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stretto import recipes as recipes
+    from stretto.aggregate.all_reduce import AllReduce as AllReduce
     from stretto.api import all_gather as all_gather
     from stretto.api import all_reduce as all_reduce
     from stretto.api import barrier as barrier
@@ -22,9 +24,19 @@ if TYPE_CHECKING:
     from stretto.api import rank as rank
     from stretto.api import shutdown as shutdown
     from stretto.api import world_size as world_size
+    from stretto.checkpoint import Resumed as Resumed
+    from stretto.checkpoint import load as load
+    from stretto.checkpoint import save as save
+    from stretto.compress.none import NoCompression as NoCompression
+    from stretto.distributing import distribute as distribute
+    from stretto.distributing import join as join
+    from stretto.distributing import no_sync as no_sync
+    from stretto.distributing import weight as weight
+    from stretto.errors import CheckpointError as CheckpointError
     from stretto.errors import ConfigurationError as ConfigurationError
     from stretto.errors import FrameError as FrameError
     from stretto.errors import JobError as JobError
+    from stretto.errors import NonFiniteGradient as NonFiniteGradient
     from stretto.errors import PeerLost as PeerLost
     from stretto.errors import RankMismatch as RankMismatch
     from stretto.errors import RendezvousError as RendezvousError
@@ -35,6 +47,14 @@ if TYPE_CHECKING:
     from stretto.errors import WireTimeout as WireTimeout
     from stretto.errors import WorkerFailed as WorkerFailed
     from stretto.job.in_process import launch as launch
+    from stretto.parsing import parse as parse
+    from stretto.sampler import Sampler as Sampler
+    from stretto.schedule.orders import AfterBackward as AfterBackward
+    from stretto.schedule.orders import Buckets as Buckets
+    from stretto.schedule.orders import WaitFree as WaitFree
+    from stretto.shard.replicated import Replicated as Replicated
+    from stretto.strategy import Strategy as Strategy
+    from stretto.sync.synchronous import Synchronous as Synchronous
     from stretto.timeouts import Timeouts as Timeouts
 
 __version__ = "0.1.0"
@@ -44,21 +64,35 @@ _HOME = {
         "all_gather", "all_reduce", "barrier", "broadcast", "current_job", "device", "gather_object", "init",
         "is_initialized", "local_rank", "rank", "shutdown", "world_size",
     ),
+    "stretto.aggregate.all_reduce": ("AllReduce",),
+    "stretto.checkpoint": ("Resumed", "load", "save"),
+    "stretto.compress.none": ("NoCompression",),
+    "stretto.distributing": ("distribute", "join", "no_sync", "weight"),
     "stretto.errors": (
-        "ConfigurationError", "FrameError", "JobError", "PeerLost", "RankMismatch", "RendezvousError", "SecretError",
-        "StrettoError", "UnreachableError", "WireError", "WireTimeout", "WorkerFailed",
+        "CheckpointError", "ConfigurationError", "FrameError", "JobError", "NonFiniteGradient", "PeerLost",
+        "RankMismatch", "RendezvousError", "SecretError", "StrettoError", "UnreachableError", "WireError", "WireTimeout",
+        "WorkerFailed",
     ),
     "stretto.job.in_process": ("launch",),
+    "stretto.parsing": ("parse",),
+    "stretto.sampler": ("Sampler",),
+    "stretto.schedule.orders": ("AfterBackward", "Buckets", "WaitFree"),
+    "stretto.shard.replicated": ("Replicated",),
+    "stretto.strategy": ("Strategy",),
+    "stretto.sync.synchronous": ("Synchronous",),
     "stretto.timeouts": ("Timeouts",),
 }  # fmt: skip
 
-__all__ = sorted(name for names in _HOME.values() for name in names)
+_MODULES = ("recipes",)
+__all__ = sorted([*_MODULES, *(name for names in _HOME.values() for name in names)])
 
 
 def __getattr__(name: str) -> Any:
     for module, names in _HOME.items():
         if name in names:
             return getattr(import_module(module), name)
+    if name in _MODULES:
+        return import_module(f"stretto.{name}")
     raise AttributeError(f"module 'stretto' has no attribute {name!r}")
 
 

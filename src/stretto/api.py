@@ -26,6 +26,7 @@ Algorithm = Literal[
 ]  # fmt: skip
 
 _job: ContextVar[Job | None] = ContextVar("stretto_job", default=None)
+_left: ContextVar[bool] = ContextVar("stretto_left", default=False)
 
 
 def init(*, timeouts: Timeouts | None = None, wire: WireName = "auto") -> Job:
@@ -36,9 +37,14 @@ def init(*, timeouts: Timeouts | None = None, wire: WireName = "auto") -> Job:
     """
     if _job.get() is not None:
         raise ConfigurationError(
-            "stretto.init() was called before: a process is in one job. Call it once, or stretto.shutdown() first."
+            "stretto.init() was called before: a process joins one job, once. Call it at the beginning of the program only."
         )
     launch = detect_here()
+    if _left.get() and launch.world_size > 1:
+        raise ConfigurationError(
+            "this worker has left its job (stretto.shutdown), and a job is joined once. Call stretto.shutdown() only at the end, "
+            "or start another job."
+        )
     if timeouts is None:
         timeouts = Timeouts() if launch.timeout_s is None else Timeouts.of(launch.timeout_s)
     job = join(launch, timeouts, wire)
@@ -61,10 +67,11 @@ def shutdown() -> None:
     """Leave the job: say goodbye to every peer, so that a clean exit is not taken for a lost worker. Bounded in time."""
     job = _job.get()
     if job is not None:
-        job.close(goodbye=True)
+        job.close(goodbye=sys.exc_info()[0] is None)  # called while an exception is on its way, this is no clean exit
         if job.at_exit is not None:
             job.at_exit.cancel()
         _job.set(None)
+        _left.set(True)
 
 
 def current_job() -> Job:

@@ -85,8 +85,8 @@ class BackwardFailed(StrettoError):
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         super().__init__(
             f"backward ended in an exception on {who}, so its gradients are missing and none were combined.\n"
-            f"See what {who} raised. To go on without this batch, catch the error on every worker, zero_grad() and take the next one: "
-            f"all replicas are still equal."
+            f"See what {who} raised. To go on without this batch, catch the error on every worker and take the next one: all "
+            f"replicas are still equal."
         )
         self.ranks = ranks
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -20,7 +21,7 @@ import torch
 from stretto.collectives import catalogue
 from stretto.collectives.execute import DEFAULT_SEGMENT_BYTES, CommunicationThread, Communicator, Pending, Request
 from stretto.collectives.plan import Kind
-from stretto.collectives.reduction import check_op, dtype_code
+from stretto.collectives.reduction import check_op, dtype_code, dtype_name
 from stretto.collectives.staging import Staging
 from stretto.errors import ConfigurationError
 from stretto.job.detect import Launch
@@ -39,7 +40,8 @@ from stretto.wire.zeromq import ZeroMQWire
 WireName = Literal["auto", "tcp", "zeromq", "gloo", "nccl"]
 WIRES: tuple[str, ...] = ("auto", "tcp", "zeromq", "gloo", "nccl")
 LARGE_BYTES = 1 << 20  # from here on broadcast and all-gather use the plans that send least
-MAX_OBJECT_BYTES = 1 << 30
+MAX_OBJECT_BYTES = 64 << 20  # every rank holds world_size times the longest
+CHOOSING_CHANNEL = 0
 PUBLIC_CHANNEL = 1
 TRIES = 4  # of each algorithm that `auto` tries out; the first one warms up
 
@@ -51,8 +53,11 @@ log = logging.getLogger("stretto")
 class Job:
     """One worker's view of the job. Made by `stretto.init()`; engines hold on to it."""
 
-    def __init__(self, launch: Launch, peers: list[Peer], wire: Wire | None, timeouts: Timeouts) -> None:
+    def __init__(
+        self, launch: Launch, peers: list[Peer], wire: Wire | None, timeouts: Timeouts, backend: str | None = None
+    ) -> None:
         self.launch = launch
+        self.backend = backend  # of torch.distributed, if tensors travel through it
         self.peers = peers
         self.wire = wire
         self.timeouts = timeouts
@@ -61,6 +66,7 @@ class Job:
         self.local_rank = launch.local_rank
         self.choices: Choices | None = None
         self.closed = False
+        self.engines: WeakSet[Any] = WeakSet()  # of the models that train in this job
         self.weight = 1.0  # of this worker's gradients in a mean; see `stretto.weight`
         self.at_exit: Finalize | None = None
         self.ledger = Ledger()
@@ -70,7 +76,8 @@ class Job:
         self._communication = None if communicator is None else CommunicationThread(communicator)
         self._segment_bytes = DEFAULT_SEGMENT_BYTES if wire is None else wire.segment_bytes
         self._staging = Staging()
-        self._sequence = 0
+        self._sequences: dict[int, int] = {}  # channel -> how many collectives without a name of their own it has had
+        self._channel = PUBLIC_CHANNEL
         self._channels = PUBLIC_CHANNEL
         self._lock = threading.Lock()
 
@@ -84,7 +91,8 @@ class Job:
         if algorithm == "native":
             return self._native_all_reduce(tensor, op)
         if self.world_size > 1:
-            chosen = self.choose(tensor.numel() * tensor.element_size()) if algorithm == "auto" else algorithm
+            what = f"all_reduce({dtype_name(tensor.dtype)}[{tensor.numel()}], op={op}, algorithm=auto)"
+            chosen = self.choose(tensor.numel() * tensor.element_size(), what) if algorithm == "auto" else algorithm
             self.run(Kind.ALL_REDUCE, tensor, chosen, op=op)
         return tensor
 
@@ -124,14 +132,16 @@ class Job:
     def barrier(self) -> None:
         self.run(Kind.BARRIER, torch.empty(0, dtype=torch.uint8), "dissemination")
 
-    def run(self, kind: Kind, tensor: torch.Tensor, algorithm: str, *, op: str = "sum", root: int = 0) -> None:
+    def run(
+        self, kind: Kind, tensor: torch.Tensor, algorithm: str, *, op: str = "sum", root: int = 0, label: str = ""
+    ) -> None:
         """Run one collective of the catalogue on `tensor`, in place, and wait for it."""
         dtype_code(tensor.dtype)
         self._check_open()
         if self.world_size == 1:
             return
         flat, bring_back = self._staging.borrow(tensor)
-        self.start(kind, flat, algorithm, op=op, root=root).wait()
+        self.start(kind, flat, algorithm, op=op, root=root, label=label).wait()
         bring_back()
 
     def start(
@@ -157,10 +167,14 @@ class Job:
         assert self._communication is not None
         with self._lock:
             if name is None:
-                name = (PUBLIC_CHANNEL, self._sequence)
-                self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+                name = (self._channel, self._next_sequence())
             segment = segment_bytes or self._segment_bytes
             return self._communication.start(Request(plan, flat, op, *name, segment, label), ready)
+
+    def _next_sequence(self) -> int:
+        sequence = self._sequences.get(self._channel, 0)
+        self._sequences[self._channel] = (sequence + 1) & 0xFFFFFFFF
+        return sequence
 
     def new_channel(self) -> int:
         """A stream of collectives of its own. All ranks must ask for their channels in the same order."""
@@ -171,6 +185,8 @@ class Job:
         from stretto.wire.torch_group import TorchGroupWire  # brings in torch.distributed, which others do without
 
         wire = self.wire
+        if self.world_size == 1 and self.backend is not None:
+            return tensor
         if not isinstance(wire, TorchGroupWire):
             raise ConfigurationError(
                 'all_reduce(algorithm="native") is the torch backend\'s own collective, and this job runs on another wire.\n'
@@ -179,22 +195,37 @@ class Job:
         self._check_open()
         assert self._communication is not None
         with self._lock:
-            sequence, self._sequence = self._sequence, (self._sequence + 1) & 0xFFFFFFFF
+            sequence = self._next_sequence()
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         self._communication.call(lambda: wire.native_all_reduce(tensor, op, sequence, self.timeouts.arrive_s, stream))
         return tensor
 
     # -- choosing -----------------------------------------------------------------------------------------------------
 
-    def choose(self, num_bytes: int) -> str:
-        """The all-reduce for this size. The first call measures the links: all ranks must make it together."""
+    def choose(self, num_bytes: int, what: str = "") -> str:
+        """The all-reduce for this size. The first call measures the links: all ranks must make it together, for the same `what`."""
         if self.choices is None:
-            self.choices = self._make_choices()
+            self.run(Kind.BARRIER, torch.empty(0, dtype=torch.uint8), "dissemination", label=f" to choose for {what}")
+            with self._on_channel(CHOOSING_CHANNEL):  # its many collectives must not meet calls of the user's
+                self.choices = self._make_choices()
         return self.choices.algorithm(num_bytes)
+
+    @contextmanager
+    def _on_channel(self, channel: int) -> Iterator[None]:
+        before, self._channel = self._channel, channel
+        try:
+            yield
+        finally:
+            self._channel = before
 
     def _make_choices(self) -> Choices:
         group = self.workers_per_host
-        mine = measure(self.world_size, self.barrier, lambda probe: self.run(Kind.ALL_REDUCE, probe, "ring"))
+        mine = measure(
+            self.world_size,
+            self.barrier,
+            lambda probe: self.run(Kind.ALL_REDUCE, probe, "ring"),
+            lambda seconds: max(self.gather_object(seconds)),
+        )
         everybody = [msgspec.convert(one, LinkEstimate) for one in self.gather_object(msgspec.to_builtins(mine))]
         link = slowest(everybody)
         # Everybody computes the same from the same numbers; rank 0's word counts, should a rounding differ between machines.
@@ -303,31 +334,34 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
     """Find the others and connect to all of them."""
     if wire not in WIRES:
         raise ConfigurationError(f"wire={wire!r} is not known. Write one of {', '.join(map(repr, WIRES))}.")
+    backend = wire if wire in ("gloo", "nccl") else None
     if launch.world_size == 1:
-        return Job(launch, introduce(launch, "", timeouts), None, timeouts)
-    launch = settle(launch, timeouts)
-    assert launch.secret is not None
-    host, _ = local_address(launch)
-    ours: TcpWire | ZeroMQWire
-    common: dict[str, Any] = {"secret": launch.secret, "bind": host, "timeouts": timeouts}
-    if wire == "zeromq" or (wire == "auto" and launch.encrypt):
-        ours = ZeroMQWire(launch.rank, launch.world_size, encrypt=launch.encrypt, **common)
-    elif launch.encrypt and wire == "tcp":
+        return Job(launch, introduce(launch, "", timeouts), None, timeouts, backend)
+    if launch.encrypt and wire not in ("auto", "zeromq"):
         raise ConfigurationError(
-            'wire="tcp" does not encrypt, and this job spans several hosts, where encryption is on.\n'
-            'Use wire="zeromq" (or "auto"), or, on a network that you trust, set STRETTO_ENCRYPT=off on every node.'
+            f'wire="{wire}" does not encrypt, and this job spans several hosts, where encryption is on.\n'
+            f'Use wire="zeromq" (or "auto"), or, on a network that you trust, set STRETTO_ENCRYPT=off on every node.'
         )
-    else:
-        ours = TcpWire(launch.rank, launch.world_size, write_in_thread=_processors_to_spare(launch), **common)
+    launch = settle(launch, timeouts)
+    ours = _make_wire(launch, timeouts, wire)
     try:
         peers = introduce(launch, ours.address, timeouts)
         ours.connect(peers)
     except BaseException:
         ours.abandon()
         raise
-    if wire in ("gloo", "nccl"):
-        return Job(launch, peers, _through_torch(wire, ours, timeouts), timeouts)
-    return Job(launch, peers, ours, timeouts)
+    whole = ours if backend is None else _through_torch(backend, ours, timeouts)
+    return Job(launch, peers, whole, timeouts, backend)
+
+
+def _make_wire(launch: Launch, timeouts: Timeouts, wire: WireName) -> TcpWire | ZeroMQWire:
+    """Encrypted: ZeroMQ. Plain: TCP, unless ZeroMQ is asked for."""
+    assert launch.secret is not None
+    host, _ = local_address(launch)
+    common: dict[str, Any] = {"secret": launch.secret, "bind": host, "timeouts": timeouts}
+    if launch.encrypt or wire == "zeromq":
+        return ZeroMQWire(launch.rank, launch.world_size, encrypt=launch.encrypt, **common)
+    return TcpWire(launch.rank, launch.world_size, write_in_thread=_processors_to_spare(launch), **common)
 
 
 def _through_torch(backend: str, ours: TcpWire | ZeroMQWire, timeouts: Timeouts) -> Wire:

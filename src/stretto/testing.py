@@ -4,10 +4,10 @@
     run_virtual(64, program, model=NetworkModel(...))    virtual time: reproducible, with links, faults and a clock of its own
     run_jobs(3, train)                                   real time; each rank gets a whole job, to train in
 
-`program(wire, *args)` is what one rank does (`train(job, *args)` for `run_jobs`); the results come back in the order of ranks. The first rank that raises
-ends the others (their wires are killed), and its exception is raised here, with the rank's own traceback. A rank that
-neither returns nor raises in time gives `RanksHung`, which shows where every rank stands. Threads that a program leaves
-behind are an error.
+`program(wire, *args)` is what one rank does (`train(job, *args)` for `run_jobs`); the results come back in the order of ranks.
+The first rank that raises ends the others (their wires are killed), and its exception is raised here, with the rank's own
+traceback. A rank that neither returns nor raises in time gives `RanksHung`, which shows where every rank stands. Threads that a
+program leaves behind are an error.
 
 A complete example, a tensor-free ring shift:
 
@@ -112,9 +112,7 @@ def run_threads(
     if wires is None:
         return _run_ranks(threads_world(size, check=check), program, args, timeout_s, close=True)
     if len(wires) != size:
-        raise ConfigurationError(
-            f"run_threads({size}, wires=...): {len(wires)} wires for {size} ranks. Give one for each."
-        )
+        raise ConfigurationError(f"run_threads({size}, wires=...): {len(wires)} wires for {size} ranks. Give one for each.")
     return _run_ranks(wires, program, args, timeout_s, close=False)
 
 
@@ -153,18 +151,21 @@ def run_jobs(
 ) -> list[Any]:
     """Run `program(job, *args)` as ranks 0..size-1, each in a thread with a job of its own, as `stretto.init()` would give it.
 
-    Inside, `stretto.rank()`, `stretto.distribute(...)` and the like mean that rank. Jobs are closed as ranks return: one that goes on
-    waiting for it gets `PeerLost`. `hosts` says on which host each rank pretends to be. torch's global random state is shared by
-    all threads: build models from a generator, or let `distribute` copy rank 0's.
+    Inside, `stretto.rank()`, `stretto.distribute(...)` and the like mean that rank. Jobs are closed as ranks return: who goes on
+    waiting for one gets `PeerLost`. `hosts` says on which host each rank pretends to be. torch's global random state is shared
+    by all threads: build models under a lock, or let `distribute` copy rank 0's. On the CPU only: the threads of a process share
+    autograd's one thread per GPU, so one rank's backward would wait there for another's.
 
     >>> import torch
     >>> run_jobs(3, lambda job: job.all_reduce(torch.tensor([float(job.rank)]), algorithm="ring").item())
     [1.0, 1.0, 1.0]
     """
     patience = timeouts or Timeouts(arrive_s=timeout_s / 2)
-    return run_threads(
-        size, lambda wire: _in_a_job(wire, patience, hosts, program, args), timeout_s=timeout_s, wires=threads_world(size, check=check)
-    )
+
+    def on_wire(wire: Wire) -> Any:
+        return _in_a_job(wire, patience, hosts, program, args)
+
+    return run_threads(size, on_wire, timeout_s=timeout_s, wires=threads_world(size, check=check))
 
 
 def _in_a_job(
@@ -218,8 +219,7 @@ class _Run:
         self._first_failure: tuple[int, BaseException] | None = None
         self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=self._run_rank, args=(rank,), name=f"rank {rank}", daemon=True)
-            for rank in range(len(wires))
+            threading.Thread(target=self._run_rank, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(len(wires))
         ]
 
     def start(self) -> None:

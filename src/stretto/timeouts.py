@@ -34,7 +34,7 @@ class Timeouts:
     def __post_init__(self) -> None:
         for name in ("connect_s", "silence_s", "warn_s", "arrive_s", "leave_s"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigurationError(
                     f"Timeouts({name}={value!r}): a timeout is a positive number of seconds; "
                     f"nothing in stretto waits for ever. Write for instance Timeouts({name}=60)."

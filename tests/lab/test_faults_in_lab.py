@@ -43,9 +43,11 @@ try:
     while time.monotonic() < end:
         all_reduce(1000)
         if not os.path.exists(f"{folder}/counted"): time.sleep(0.1)
-        else: mark(f"ready{rank}", None) if not os.path.exists(f"{folder}/ready{rank}") else time.sleep(0.01)
+        elif not os.path.exists(f"{folder}/ready{rank}"): mark(f"ready{rank}", None)
+        else: time.sleep(0.01)
 except stretto.StrettoError as error:
-    mark(f"caught{rank}", {"kind": type(error).__name__, "rank": getattr(error, "rank", None), "at": time.monotonic(), "text": str(error)})
+    blamed = {"kind": type(error).__name__, "rank": getattr(error, "rank", None), "text": str(error)}
+    mark(f"caught{rank}", blamed | {"at": time.monotonic()})
 """
 
 

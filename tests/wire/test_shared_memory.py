@@ -55,17 +55,42 @@ def test_what_is_put_in_is_seen_on_the_other_side() -> None:
     inbox.close()
 
 
-def test_the_file_is_private_allocated_in_full_and_gone_when_unlinked(shm: Path) -> None:
+def test_the_file_has_no_name_is_private_and_allocated_in_full(shm: Path) -> None:
     outbox = Outbox(3, 4096)
+    assert list(shm.iterdir()) == []  # nothing that a killed process could leave behind
+    path = Path(outbox.offer.path)
+    check_file(path)
+    outbox.unlink()
+    assert not path.exists()
+    outbox.close()
+
+
+def test_where_files_need_a_name_it_is_gone_when_unlinked(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_file = os.open
+
+    def no_tmpfile(path: str, flags: int, mode: int = 0o777, **more: int | None) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return open_file(path, flags, mode, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", no_tmpfile)
+        outbox = Outbox(3, 4096)
     path = Path(outbox.offer.path)
     assert path.parent == shm
+    check_file(path)
+    inbox = Inbox(outbox.offer)
+    outbox.unlink()
+    assert not path.exists()
+    inbox.close()
+    outbox.close()
+
+
+def check_file(path: Path) -> None:
     status = path.stat()
     assert status.st_mode & 0o777 == 0o600
     assert status.st_size == COOKIE_BYTES + 3 * 4096
     assert status.st_blocks * 512 >= status.st_size
-    outbox.unlink()
-    assert not path.exists()
-    outbox.close()
 
 
 def test_the_reader_cannot_write() -> None:

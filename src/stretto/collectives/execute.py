@@ -137,6 +137,7 @@ class Pending:
         self.error: StrettoError | None = None
         self._finished = threading.Event()
         self.ready: Callable[[], bool] | None = None
+        self.made_at = time.monotonic()
         self._help_along = help_along  # one turn of the loop, where no thread turns it
         self.on_waited: Callable[[Pending, int], None] | None = None  # told when a wait that began at a time has ended
 
@@ -689,7 +690,7 @@ class Communicator:
 def _decode(source: int, body: bytes, kind: type[T]) -> T | None:
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as problem:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as problem:
         log.warning("ignored a malformed %s from rank %d: %s", kind.__name__, source, problem)
         return None
 
@@ -796,9 +797,19 @@ class CommunicationThread:
         while self._submitted:
             self._unready.append(self._submitted.popleft())
         for pending in list(self._unready):
-            if pending.ready is None or pending.ready():
+            if self._waits_in_vain(pending):
+                self._unready.remove(pending)
+            elif pending.ready is None or pending.ready():
                 self.communicator.begin(pending)
                 self._unready.remove(pending)  # only now: if beginning it fails, it must be among those that are told so
+
+    def _waits_in_vain(self, pending: Pending) -> bool:
+        patience_s = self.communicator.timeouts.arrive_s
+        late = pending.ready is not None and time.monotonic() - pending.made_at > patience_s
+        if late:
+            what = f"the data for {pending.request.belief} did not arrive in host memory within {patience_s:g} s"
+            pending.finish(StrettoError(f"{what}: the device it comes from does not make progress."))
+        return late
 
     def _fail_all(self, error: StrettoError) -> None:
         for pending in self.communicator.pending() + self._unready + list(self._submitted):

@@ -28,6 +28,7 @@ from stretto.wire.shared_memory import Answer, Inbox, Offer, Outbox, folder
 SHARED_FROM_BYTES = 16 << 10
 SLOT_BYTES = 2 << 20
 NUM_SLOTS = 4
+MAX_UNHEARD = 10_000  # control messages kept for a listener that is still to come
 
 TOPIC_HELLO = 0
 TOPIC_OFFER = 1
@@ -292,7 +293,11 @@ class FramedWire(Wire):
         if listener is not None:
             self._tell(listener, source, body)
         else:
-            self._unheard.setdefault(topic, []).append((source, body))
+            unheard = self._unheard.setdefault(topic, [])
+            unheard.append((source, body))
+            if len(unheard) > MAX_UNHEARD:
+                self._lose(source, f"it sent a bad frame: control messages of topic {topic}, which nobody listens to")
+                unheard.clear()
 
     def _tell(self, listener: Listener, source: int, body: bytes) -> None:
         try:

@@ -1,9 +1,10 @@
 """Tensors between workers of one host, through a mapped file.
 
-For each ordered pair of ranks that exchanges large messages the sender makes one file of `num_slots` slots, offers it by
-a control message, and unlinks it once the receiver has it mapped (or has refused): after that it exists only as memory of
-the two processes and cannot outlive them. The file is 0600 and allocated in full, so that a full file system is an error
-at creation (and a fallback to sockets) instead of a SIGBUS in the middle of a step.
+For each ordered pair of ranks that exchanges large messages the sender makes one file of `num_slots` slots and offers it by a control
+message. The file never has a name (O_TMPFILE): the receiver opens it through the sender's /proc/PID/fd, and after that it exists only as
+memory of the two processes and cannot outlive them, whatever happens to them. (Where the file system cannot do that it gets a name,
+which is unlinked as soon as the receiver has answered.) It is 0600 and allocated in full, so that a full file system is an error at
+creation (and a fallback to sockets) instead of a SIGBUS in the middle of a step.
 
 A message costs one copy into a slot and one read out of it (the read is the addition itself, where the receiver adds),
 against two copies through the kernel for a socket. The slot comes back with the receiver's acknowledgement.
@@ -14,8 +15,10 @@ map the very file: its owner, mode, size and a random cookie in its first bytes 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -53,18 +56,16 @@ class Outbox:
 
     def __init__(self, num_slots: int, slot_bytes: int, directory: Path | None = None) -> None:
         size = COOKIE_BYTES + num_slots * slot_bytes
-        descriptor, path = tempfile.mkstemp(prefix="stretto-", dir=directory or folder())
-        self._path: str | None = path
+        self._descriptor, self._path = _make_file(directory or folder())
         try:
-            os.posix_fallocate(descriptor, 0, size)
-            self._map = mmap.mmap(descriptor, size)
+            os.posix_fallocate(self._descriptor, 0, size)
+            self._map = mmap.mmap(self._descriptor, size)
         except BaseException:
-            os.unlink(path)
+            self.unlink()
             raise
-        finally:
-            os.close(descriptor)
         cookie = secrets.token_bytes(COOKIE_BYTES)
         self._map[:COOKIE_BYTES] = cookie
+        path = self._path or f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.offer = Offer(path, cookie, num_slots, slot_bytes)
         self.slot_bytes = slot_bytes
         self._slots = _slots(self._map, num_slots, slot_bytes)
@@ -83,6 +84,10 @@ class Outbox:
         self._free.append(slot)
 
     def unlink(self) -> None:
+        """The receiver has the file, or will not have it: nobody else needs to find it any more."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
         if self._path is not None:
             path, self._path = self._path, None
             Path(path).unlink(missing_ok=True)
@@ -100,7 +105,9 @@ class Inbox:
         if not (0 < offer.num_slots <= 1024 and 0 < offer.slot_bytes <= 1 << 28):
             raise ValueError(f"an offer of {offer.num_slots} slots of {offer.slot_bytes} bytes")
         size = COOKIE_BYTES + offer.num_slots * offer.slot_bytes
-        descriptor = os.open(offer.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # /proc/PID/fd/N is a link by nature; any other path must be the file itself.
+        follow = 0 if re.fullmatch(r"/proc/\d+/fd/\d+", offer.path) else os.O_NOFOLLOW
+        descriptor = os.open(offer.path, os.O_RDWR | follow | os.O_CLOEXEC)
         try:
             _check_file(os.fstat(descriptor), size)
             self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
@@ -118,6 +125,16 @@ class Inbox:
     def close(self) -> None:
         self._slots = []
         _close_map(self._map)
+
+
+def _make_file(directory: Path) -> tuple[int, str | None]:
+    """A new file, without a name where the file system can: (descriptor, path or None)."""
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
+    except (AttributeError, OSError) as problem:
+        if isinstance(problem, OSError) and problem.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    return tempfile.mkstemp(prefix="stretto-", dir=directory)
 
 
 def _check_file(status: os.stat_result, size: int) -> None:

@@ -22,7 +22,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
 import struct
+import weakref
 from collections.abc import Sequence
 
 import zmq
@@ -86,6 +88,9 @@ class ZeroMQWire(FramedWire):
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._far.fileno(), zmq.POLLIN)
+        # A forked child (a DataLoader's worker) would keep the connections open after this process has died.
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close_in_child(this))
 
     # -- making connections -------------------------------------------------------------------------------------------
 
@@ -345,3 +350,27 @@ class ZeroMQWire(FramedWire):
         self._context.term()
         self._near.close()
         self._far.close()
+
+
+def _close_in_child(reference: weakref.ref[ZeroMQWire]) -> None:
+    """ZeroMQ keeps its descriptors to itself, so find the ones that end at our port or at a peer's."""
+    wire = reference()
+    if wire is None or wire._closed:
+        return
+    addresses = {wire.address, *(connection.address for connection in wire._connections.values())}
+    for name in _open_descriptors():
+        with contextlib.suppress(OSError):
+            probe = socket.socket(fileno=os.dup(name))
+            ends = [probe.getsockname()]
+            with contextlib.suppress(OSError):
+                ends.append(probe.getpeername())
+            probe.close()
+            if any(isinstance(end, tuple) and f"{end[0]}:{end[1]}" in addresses for end in ends):
+                os.close(name)
+
+
+def _open_descriptors() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return []

@@ -73,7 +73,7 @@ class Watcher:
         self._near.send(b"+")
 
     def connection_on(self, descriptor: int) -> int | None:
-        """The number of the accepted connection on a descriptor. Descriptors are used again, by strangers too; numbers are not."""
+        """The number of the accepted connection on a descriptor. Descriptors are used again, by strangers too, numbers never."""
         caught_up = threading.Event()
         self._questions.append(caught_up)
         self._near.send(b"?")

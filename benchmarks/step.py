@@ -1,0 +1,269 @@
+"""Every claim about the time of a training step, measured on this machine against torch's DistributedDataParallel on gloo.
+
+    python benchmarks/step.py                             all cases that need no GPU
+    python benchmarks/step.py -n 4                        four workers of this machine
+    python benchmarks/step.py --hosts 4 --rate 1gbit      four lab hosts with links of that speed (needs root or user namespaces)
+    python benchmarks/step.py -n 1 --models gpt           a job of one against the plain loop
+    python benchmarks/step.py --device cuda --hosts 4 --rate 10gbit --models gpt      several workers share the GPU
+    python benchmarks/step.py --quick                     few rounds, two models: does the script work?
+
+Writes `step_MACHINE_DATE.json` (every time of every round, versions, machine) and `.md` (claims with verdicts, then all rows,
+also those where we lose). How it is measured: `step_worker.py`. Let the machine be idle: every ratio compares contenders that
+took turns in one run, but a machine without a free core measures its scheduler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+from step_models import workloads
+from step_worker import Report, Row, Settings
+
+from stretto.bench.results import quartiles
+from stretto.bench.table_text import seconds, spread
+from stretto.errors import ConfigurationError, JobError, StrettoError
+from stretto.job import launch, launch_plan
+from stretto.lab import Lab
+
+LEAST_ROUNDS = 7
+LAB_LIMIT_S = 3600.0
+RESULTS = Path(__file__).parent / "results"
+QUICK_RESULTS = Path("build/benchmarks")
+WORKER = Path(__file__).with_name("step_worker.py")
+MODELS = list(workloads())
+SMALL = ("small", "tiny")
+ALONE_AT_MOST = 0.02
+BUCKET_BYTES = 25 << 20
+
+
+def standard_cases(models: list[str], rounds: int) -> list[Settings]:
+    """What the claims are about, on a machine without a GPU."""
+    return [
+        Settings(models=models, workers=4, rounds=rounds, memory=True),
+        Settings(models=models, workers=4, lab=True, rounds=rounds),
+        Settings(models=models, workers=4, lab=True, rate="1gbit", rounds=rounds),
+        Settings(models=[name for name in models if name == "gpt"] or models[:1], workers=1, rounds=rounds),
+    ]
+
+
+def case_name(settings: Settings) -> str:
+    what = "lab hosts" if settings.lab else "worker of one host" if settings.workers == 1 else "workers of one host"
+    where = f"{settings.workers} {what}"
+    rate = f", {settings.rate}" if settings.rate else ", unshaped" if settings.lab else ""
+    return f"{where}{rate}{', GPU' if settings.device == 'cuda' else ''}"
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def run(settings: Settings) -> Report:
+    with tempfile.TemporaryDirectory(prefix="stretto-step-") as folder:
+        answer = Path(folder) / "report.json"
+        words = [msgspec.json.encode(settings).decode(), str(answer)]
+        if settings.lab:
+            _run_on_hosts(settings, words)
+        else:
+            _run_here(settings, words)
+        return msgspec.json.decode(answer.read_bytes(), type=Report)
+
+
+def _run_here(settings: Settings, words: list[str]) -> None:
+    plan = launch_plan.make_plan(
+        str(WORKER), words, module=False, workers=settings.workers, nodes=1, node=None, rendezvous=None, secret_file=None,
+        timeout_s=None, prefix=False,
+    )  # fmt: skip
+    code = launch.run(plan, os.environ)
+    if code != 0:
+        raise SystemExit(code)  # the launcher has said which worker failed and why
+
+
+def _run_on_hosts(settings: Settings, words: list[str]) -> None:
+    with Lab(settings.workers, settings.rate, environ=os.environ) as lab:
+        job = lab.start([sys.executable, str(WORKER), *words])
+        results = job.wait(LAB_LIMIT_S)
+    if job.first_failure is not None:
+        failed = results[job.first_failure]
+        raise JobError(
+            f"the benchmark failed on host {job.first_failure} first (exit code {failed.returncode}). It had written:\n"
+            f"{failed.output.rstrip()[-4000:]}"
+        )
+
+
+# -- judging ----------------------------------------------------------------------------------------------------------
+
+
+def by_model(report: Report) -> dict[str, dict[str, Row]]:
+    models: dict[str, dict[str, Row]] = {}
+    for row in report.rows:
+        models.setdefault(row.model, {})[row.contender] = row
+    return models
+
+
+def times_ddp(rows: dict[str, Row]) -> float:
+    """How much faster than DDP: the median over rounds of the ratio of the two turns in that round."""
+    return statistics.median(theirs / ours for theirs, ours in zip(rows["DDP"].seconds, rows["stretto"].seconds, strict=True))
+
+
+def overhead(rows: dict[str, Row]) -> float:
+    pairs = zip(rows["stretto"].seconds, rows["plain loop"].seconds, strict=True)
+    return statistics.median(ours / plain for ours, plain in pairs) - 1.0
+
+
+def claims(report: Report) -> list[str]:
+    """The claims' table, one line per model of this report."""
+    settings, lines = report.settings, []
+    for model, rows in by_model(report).items():
+        if settings.workers == 1:
+            measured = overhead(rows)
+            lines.append(
+                _claim(report, model, "over a plain loop, at most", "2 %", f"{measured:+.1%}", measured <= ALONE_AT_MOST)
+            )
+            continue
+        least = 1.0 if settings.device == "cuda" else 0.97 if settings.lab and model not in SMALL else 1.2
+        measured = times_ddp(rows)
+        lines.append(_claim(report, model, "x DDP, at least", f"{least:.2f}", f"{measured:.2f}", measured >= least))
+        ours, theirs = rows["stretto"].peak_bytes, rows["DDP, views"].peak_bytes
+        if ours is not None and theirs is not None:
+            extra = f"{(ours - theirs) / 1e6:+.2f} MB"
+            lines.append(_claim(report, model, "memory over DDP with views, at most", "one bucket", extra, _fits(rows)))
+    return lines
+
+
+def _fits(rows: dict[str, Row]) -> bool:
+    bucket = min(BUCKET_BYTES, rows["stretto"].parameter_bytes)
+    return (rows["stretto"].peak_bytes or 0) <= (rows["DDP, views"].peak_bytes or 0) + bucket
+
+
+def _claim(report: Report, model: str, what: str, target: str, measured: str, met: bool) -> str:
+    verdict = "met" if met else "**missed**"
+    if report.settings.rounds < LEAST_ROUNDS:
+        verdict = f"not judged: fewer than {LEAST_ROUNDS} rounds"
+    return f"| {case_name(report.settings)} | {model} | {what} | {target} | {measured} | {verdict} |"
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def claims_table(reports: list[Report]) -> list[str]:
+    lines = ["| where | model | claim | target | measured | verdict |", "|---|---|---|---|---|---|"]
+    return lines + [line for report in reports for line in claims(report)]
+
+
+def rows_table(report: Report) -> list[str]:
+    lines = ["", f"## {case_name(report.settings)}", ""]
+    lines += [
+        "| model | contender | time per step | middle half | x DDP | steps per turn | peak memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for rows in by_model(report).values():
+        base = statistics.median((rows.get("DDP") or rows["plain loop"]).seconds)
+        for row in rows.values():
+            median = statistics.median(row.seconds)
+            peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.2f} MB"
+            lines.append(
+                f"| {row.text} | {row.contender} | {seconds(median)} | {spread(quartiles(row.seconds))} | {base / median:.2f} "
+                f"| {row.steps_per_turn} | {peak} |"
+            )
+    return lines
+
+
+def as_markdown(reports: list[Report], command: str) -> str:
+    first = reports[0]
+    machine = first.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    lines = [
+        "# Training step",
+        "",
+        f"{first.date}; `{command}`",
+        "",
+        f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}"
+        f"{', ' + machine.gpu if machine.gpu else ''}; {versions}.",
+        "",
+        f"Median over {first.settings.rounds} rounds of the slowest rank's time per step; contenders take turns in each round. "
+        "Claims compare the two turns of each round. Above 1 means that we are faster. Alone, the plain loop is in DDP's place.",
+        "",
+        *claims_table(reports),
+    ]
+    for report in reports:
+        lines += rows_table(report)
+    return "\n".join(lines) + "\n"
+
+
+def machine_name(report: Report) -> str:
+    name = report.machine.gpu or f"{report.machine.processor} {report.machine.cores} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def write(reports: list[Report], folder: Path, command: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"step_{machine_name(reports[0])}_{reports[0].date[:10]}"
+    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=1) + b"\n")
+    stem.with_suffix(".md").write_text(as_markdown(reports, command))
+    print("\n".join(claims_table(reports)))
+    print(f"written: {stem}.md and {stem}.json")
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time training steps against torch's DDP on gloo.")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-n", "--workers", type=int, help="so many workers of this machine")
+    where.add_argument("--hosts", type=int, help="so many lab hosts")
+    parser.add_argument("--rate", help="speed of the lab's links: 1gbit")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}; with commas")
+    parser.add_argument("--rounds", type=int, default=21, help="rounds that count (21)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: workers share the GPUs that there are")
+    parser.add_argument("--quick", action="store_true", help="3 rounds, the small models; written to build/benchmarks")
+    parser.add_argument("--json", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--output", type=Path, help="folder for the two files (benchmarks/results)")
+    return parser.parse_args(arguments)
+
+
+def cases(options: argparse.Namespace) -> list[Settings]:
+    models = list(SMALL) if options.quick and options.models == ",".join(MODELS) else options.models.split(",")
+    rounds = min(3, options.rounds) if options.quick else options.rounds
+    unknown = [name for name in models if name not in MODELS]
+    if unknown:
+        raise ConfigurationError(f"--models {','.join(unknown)}: there is no such model. Write some of {','.join(MODELS)}.")
+    if rounds < 1:
+        raise ConfigurationError(f"--rounds {rounds}: there would be nothing to report. Write {LEAST_ROUNDS} or more.")
+    if options.rate is not None and options.hosts is None:
+        raise ConfigurationError(f"--rate {options.rate} without --hosts: only lab links can be shaped. Add --hosts 4.")
+    number = next((number for number in (options.workers, options.hosts) if number is not None), None)
+    if number is not None and number < 1:
+        raise ConfigurationError(f"{number} workers: a job has at least one. Write for instance -n 4.")
+    if number is None and options.device == "cpu" and not options.quick:
+        return standard_cases(models, rounds)
+    lab = options.hosts is not None
+    settings = Settings(
+        models=models, workers=number or 4, lab=lab, rate=options.rate, device=options.device, rounds=rounds, memory=not lab
+    )
+    return [settings]
+
+
+def main(arguments: list[str]) -> None:
+    options = parse(arguments)
+    command = " ".join(["python benchmarks/step.py", *arguments])
+    reports = []
+    for settings in cases(options):
+        print(f"--- {case_name(settings)}", flush=True)
+        reports.append(run(settings))
+    write(reports, options.output or (QUICK_RESULTS if options.quick else RESULTS), command)
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except StrettoError as problem:
+        raise SystemExit(f"step.py: {problem}") from None

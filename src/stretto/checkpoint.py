@@ -1,0 +1,364 @@
+"""save() and load(): one file holds what all workers share once, and what each has of its own by rank.
+
+    {"model", "optimizer"}   their state_dicts, from rank 0 (replicas are equal)
+    {"extra"}                whatever rank 0 gave: step number, scheduler and scaler state, ...
+    {"stretto"}              format, versions, world_size, workers_per_host, strategy, optimizer (its class)
+        buckets              the names of the parameters in each bucket
+        choices              what `auto` chose (rank 0 decides)
+        sampler              the place in the data, good for any number of workers
+        ranks[r]             of worker r: rounds, weight, samples consumed, random generators, buffers (where they are local)
+
+Both are collective. Only rank 0 touches the file: it need not be visible to other hosts. In load its bytes are
+broadcast piece by piece, and every worker checks the sha256 of what it got. Nothing but tensors and plain values is
+ever unpickled (`weights_only=True`).
+
+Invariant: a failure on any rank raises `CheckpointError` on all ranks. Each part runs with its errors caught, then
+all exchange how it went, so nobody waits for a rank that gave up. load() changes nothing before all ranks have
+checked everything.
+
+Save, kill, resume with as many workers gives the same bits as never having stopped; with another number, `Resumed`
+says what is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import platform
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import stretto
+from stretto import checkpoint_file, random_state
+from stretto.distributing import engine_of
+from stretto.engine.engine import Engine
+from stretto.errors import CheckpointError, ConfigurationError, StrettoError
+from stretto.plan.choose import Choices
+from stretto.sampler import Sampler
+from stretto.session import Job
+
+FORMAT = 1
+StrPath = str | os.PathLike[str]
+T = TypeVar("T")
+
+log = logging.getLogger("stretto")
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What `load` found: `extra` as it was saved, by how many workers, what goes on as before and what does not."""
+
+    extra: Any
+    world_size: int
+    carried: tuple[str, ...]
+    lost: tuple[str, ...]
+
+
+def save(
+    path: StrPath,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    sampler: Sampler | None = None,
+    extra: Any = None,
+    job: Job | None = None,
+) -> None:
+    """Write a checkpoint for `load`, which plain `torch.load(path, weights_only=True)` opens too. All workers call it.
+
+    Rank 0 writes to its `path`, with its `extra`. The file is replaced as a whole when everything is on disk; on any
+    failure the old one stays, and all workers raise `CheckpointError`. Call it after `optimizer.step()`: gradients
+    are not saved.
+    """
+    engine = _engine(model, optimizer, job)
+    mine = _all_succeed(engine.job, f"save({str(path)!r})", lambda: _of_this_worker(engine, sampler))
+    everybody = engine.job.gather_object(mine)
+
+    def write() -> None:
+        if engine.job.rank == 0:
+            content = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "extra": extra,
+                "stretto": _stretto_entry(engine, sampler, everybody),
+            }
+            checkpoint_file.write(Path(path), content)
+
+    _all_succeed(engine.job, f"save({str(path)!r})", write)
+
+
+def load(
+    path: StrPath, model: nn.Module, optimizer: Optimizer, *, sampler: Sampler | None = None, job: Job | None = None
+) -> Resumed:
+    """Take up training where `save` was called; also with another number of workers. All workers call it, after `distribute`.
+
+    Rank 0 reads its `path`; the others need not see the file. A missing, damaged or unfitting checkpoint raises
+    `CheckpointError` on all workers, and nothing has been changed then.
+    """
+    engine, what = _engine(model, optimizer, job), f"load({str(path)!r})"
+    file = _receive(engine.job, Path(path), what)
+    content = _all_succeed(engine.job, what, lambda: _checked(file, model, optimizer, sampler))
+    resumed = _all_succeed(engine.job, what, lambda: _apply(content, engine, sampler))
+    if engine.job.rank == 0:
+        log.info("%s: saved by %d workers; carried over: %s", what, resumed.world_size, ", ".join(resumed.carried))
+        for each in resumed.lost:
+            log.warning("%s: not carried over: %s", what, each)
+    return resumed
+
+
+def _engine(model: nn.Module, optimizer: Optimizer, job: Job | None) -> Engine:
+    engine = engine_of(model)
+    if optimizer is not engine.optimizer:
+        raise ConfigurationError(
+            f"this {type(optimizer).__name__} is not the optimizer that the model was distributed with.\n"
+            f"Give both as they came from stretto.distribute(model, optimizer)."
+        )
+    if job is not None and job is not engine.job:
+        raise ConfigurationError("job=... is another job than the one the model was distributed in. Leave it out.")
+    return engine
+
+
+def _all_succeed(job: Job, what: str, action: Callable[[], T]) -> T:
+    """Do `action`, which must not communicate, on every rank; return its result if nobody failed, else raise on all ranks."""
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    failures = job.gather_object(None if error is None else _told(error))
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise CheckpointError(f"{what} failed on rank {rank} of {job.world_size}: {failure}") from error
+    return result  # type: ignore[return-value]
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, StrettoError):
+        return str(error)
+    hint = "\nOnly rank 0 touches the file: look on its machine." if isinstance(error, OSError) else ""
+    return f"{type(error).__name__}: {error}{hint}"
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+def _of_this_worker(engine: Engine, sampler: Sampler | None) -> dict[str, Any]:
+    """What only this worker knows, as values that msgpack can carry."""
+    place = None
+    if sampler is not None:
+        place = sampler.state_dict()
+        place["taken"] = place["taken"][:-1]
+    return {
+        "rounds": engine.rounds,
+        "weight": engine.job.weight,
+        "consumed": None if sampler is None else sampler.num_consumed,
+        "place": place,
+        "random": random_state.capture(engine.model),
+        "buffers": {} if engine.broadcast_buffers else {name: _packed(buffer) for name, buffer in _buffers(engine.model).items()},
+    }
+
+
+def _stretto_entry(engine: Engine, sampler: Sampler | None, everybody: list[dict[str, Any]]) -> dict[str, Any]:
+    job = engine.job
+    places = [worker.pop("place") for worker in everybody]
+    for rank, place in enumerate(places):
+        if place != places[0]:
+            raise CheckpointError(
+                f"ranks are at different places in the data.\n  rank 0: {places[0]}\n  rank {rank}: {place}\n"
+                f"Make the sampler alike on all ranks, and save at the same step of the same epoch."
+            )
+    for worker in everybody:
+        worker["buffers"] = {name: _unpacked(packed) for name, packed in worker["buffers"].items()}
+    return {
+        "format": FORMAT,
+        "versions": {
+            "stretto": stretto.__version__,
+            "torch": str(torch.__version__),
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "world_size": job.world_size,
+        "workers_per_host": job.workers_per_host,
+        "strategy": repr(engine.strategy),
+        "optimizer": type(engine.optimizer).__name__,
+        "buckets": _layout(engine),
+        "choices": msgspec.to_builtins(job.choices),
+        "sampler": None if sampler is None else sampler.state_dict([worker["consumed"] for worker in everybody]),
+        "ranks": everybody,
+    }
+
+
+def _layout(engine: Engine) -> list[list[str]]:
+    """In a job of one there are no buckets."""
+    return [list(bucket.names) for bucket in engine.buckets] if engine.job.world_size > 1 else []
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Those that belong to the state_dict."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def _packed(tensor: Tensor) -> list[Any]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), flat.numpy().tobytes()]
+
+
+def _unpacked(packed: list[Any]) -> Tensor:
+    dtype, shape, data = packed
+    if not data:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def _receive(job: Job, path: Path, what: str) -> IO[bytes]:
+    """Rank 0's file, on every rank, in memory. Its checksum has been verified everywhere."""
+    with ExitStack() as opened:
+        source = _all_succeed(job, what, lambda: opened.enter_context(path.open("rb")) if job.rank == 0 else None)
+        header = _all_succeed(job, what, lambda: checkpoint_file.seal_of(source, path) if source is not None else None)
+        num_bytes, expected = job.gather_object(header)[0]
+        buffer, digest = io.BytesIO(), hashlib.sha256()
+        for start in range(0, num_bytes, checkpoint_file.PIECE_BYTES):
+            piece = _next_piece(job, source, min(checkpoint_file.PIECE_BYTES, num_bytes - start))
+            buffer.write(piece)
+            digest.update(piece)
+    _all_succeed(job, what, lambda: checkpoint_file.check_digest(path, digest.hexdigest(), expected))
+    buffer.write(b"\0\0")  # the end of an archive without a comment
+    buffer.seek(0)
+    return buffer
+
+
+def _next_piece(job: Job, source: IO[bytes] | None, num_bytes: int) -> memoryview:
+    """Broadcast the next bytes. If rank 0 cannot read them it sends zeros, for the others wait, and the checksum will not fit."""
+    piece = torch.zeros(num_bytes, dtype=torch.uint8)
+    if source is not None:
+        try:
+            source.readinto(piece.numpy())  # type: ignore[attr-defined]
+        except OSError as error:
+            log.error("reading %s: %s", source.name, error)
+    return job.broadcast(piece).numpy().data
+
+
+def _checked(file: IO[bytes], model: nn.Module, optimizer: Optimizer, sampler: Sampler | None) -> dict[str, Any]:
+    content = torch.load(file, map_location="cpu", weights_only=True)
+    entry = content["stretto"]
+    if entry["format"] != FORMAT:
+        raise CheckpointError(
+            f"it has format {entry['format']}, of stretto {entry['versions']['stretto']}; this is stretto "
+            f"{stretto.__version__}, which reads format {FORMAT}. Use the version that wrote it."
+        )
+    difference = _difference(model.state_dict(), content["model"]) or _optimizer_difference(optimizer, content)
+    if difference is not None:
+        raise CheckpointError(
+            f"it is of another model or optimizer: {difference}.\n"
+            f"Build the model and optimizer as they were when it was saved. To take only some of the weights, load them before "
+            f"distribute(): model.load_state_dict(torch.load(path, weights_only=True)['model'], strict=False)."
+        )
+    if sampler is not None and entry["sampler"] is not None:
+        sampler.check_state_dict(entry["sampler"])
+    return content  # type: ignore[no-any-return]
+
+
+def _difference(here: dict[str, Any], saved: dict[str, Any]) -> str | None:
+    """The first entry in which two state_dicts of models differ in more than values."""
+    for name in dict.fromkeys((*here, *saved)):
+        if name not in saved:
+            return f"{name!r} is in this model and not in the checkpoint"
+        if name not in here:
+            return f"{name!r} is in the checkpoint and not in this model"
+        if _kind(here[name]) != _kind(saved[name]):
+            return f"{name!r} is {_kind(here[name])} in this model and {_kind(saved[name])} in the checkpoint"
+    return None
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return type(value).__name__
+
+
+def _optimizer_difference(optimizer: Optimizer, content: dict[str, Any]) -> str | None:
+    here, saved = type(optimizer).__name__, content["stretto"]["optimizer"]
+    if here != saved:
+        return f"the optimizer is {here} here and {saved} in the checkpoint"
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in content["optimizer"]["param_groups"]]
+    if sizes != saved_sizes:
+        return f"the optimizer's groups have {sizes} parameters here and {saved_sizes} in the checkpoint"
+    return None
+
+
+def _apply(content: dict[str, Any], engine: Engine, sampler: Sampler | None) -> Resumed:
+    """Load everything. The generators come last: whatever is done before may draw from them."""
+    entry, job = content["stretto"], engine.job
+    carried, lost = ["model", "optimizer"], []
+    engine.model.load_state_dict(content["model"])
+    engine.optimizer.load_state_dict(content["optimizer"])
+    engine.rounds = entry["ranks"][0]["rounds"]
+    for found in (_apply_sampler(entry["sampler"], sampler), _apply_choices(entry, job)):
+        carried += found.carried
+        lost += found.lost
+    lost += _changes(entry, engine)
+    if entry["world_size"] == job.world_size:
+        carried.append("each worker's weight, buffers and random numbers")
+        lost += _apply_worker(entry["ranks"][job.rank], engine)
+    else:
+        then = f"then {entry['world_size']} workers, now {job.world_size}"
+        lost.append(f"each worker's weight, local buffers and random numbers ({then})")
+    return Resumed(content["extra"], entry["world_size"], tuple(carried), tuple(lost))
+
+
+@dataclass(slots=True)
+class _Found:
+    carried: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+def _apply_sampler(state: dict[str, Any] | None, sampler: Sampler | None) -> _Found:
+    if state is None:
+        return _Found() if sampler is None else _Found(lost=["the place in the data (it was saved without sampler=...)"])
+    if sampler is None:
+        return _Found(lost=["the place in the data (give load(..., sampler=...) to go on there)"])
+    sampler.load_state_dict(state)
+    return _Found(carried=[f"the place in the data (epoch {sampler.epoch})"])
+
+
+def _apply_choices(entry: dict[str, Any], job: Job) -> _Found:
+    """What `auto` chose decides in which order gradients are added, hence the last bits."""
+    if entry["choices"] is None:
+        return _Found()
+    if (entry["world_size"], entry["workers_per_host"]) != (job.world_size, job.workers_per_host):
+        return _Found(lost=["what `auto` chose (other workers or hosts: measured anew)"])
+    job.choices = msgspec.convert(entry["choices"], Choices)
+    return _Found(carried=["what `auto` chose"])
+
+
+def _changes(entry: dict[str, Any], engine: Engine) -> list[str]:
+    """What was decided otherwise this time, so that the last bits may differ."""
+    if entry["strategy"] != repr(engine.strategy):
+        return [f"the strategy (then {entry['strategy']}, now {engine.strategy!r})"]
+    if entry["world_size"] == engine.job.world_size and entry["buckets"] != _layout(engine):
+        return ["the bucket layout (parameters were frozen or unfrozen)"]
+    return []
+
+
+def _apply_worker(own: dict[str, Any], engine: Engine) -> list[str]:
+    engine.job.weight = own["weight"]
+    buffers = _buffers(engine.model)
+    with torch.no_grad():
+        for name, saved in own["buffers"].items():
+            buffers[name].copy_(saved)
+    return random_state.restore(own["random"], engine.model)

@@ -1,0 +1,134 @@
+"""distribute(): the one changed line. Binds a strategy to a model and an optimizer in a job.
+
+The same module and the same optimizer come back, changed in place by hooks: `state_dict` keys, `isinstance`, LR schedulers and
+references held elsewhere stay valid. In a job of one nothing is hooked at all: it is the plain loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.api import current_job
+from stretto.engine.admission import check, check_model, check_world
+from stretto.engine.agreement import agree
+from stretto.engine.engine import Engine
+from stretto.engine.state import copy_model, copy_optimizer, share_optimizer
+from stretto.errors import ConfigurationError
+from stretto.observe.compute import trace_compute
+from stretto.parsing import parse
+from stretto.session import Job
+from stretto.strategy import Strategy
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
+Buffers = Literal["broadcast", "local"]
+ATTRIBUTE = "_stretto_engine"
+
+
+def distribute(
+    model: M,
+    optimizer: O,
+    strategy: Strategy | str | None = None,
+    *,
+    check_finite: bool = False,
+    buffers: Buffers = "broadcast",
+    job: Job | None = None,
+) -> tuple[M, O]:
+    """Train `model` data-parallel from here on. Returns the same two objects.
+
+    All workers start from rank 0's parameters, buffers and optimizer state. `strategy` may be its text (`stretto.parse`).
+    `buffers`: "broadcast" gives every worker rank 0's buffers (BatchNorm statistics) before each forward in training, "local"
+    leaves them alone. `check_finite=True` raises `NonFiniteGradient`, naming rank and parameter, on all workers.
+    """
+    job = job or current_job()
+    chosen = parse(strategy) if isinstance(strategy, str) else strategy or Strategy()
+    check(model, optimizer, chosen, buffers, check_finite)
+    check_model(model, optimizer, job)
+    if job.world_size > 1:
+        check_world(model, chosen, job)
+        agree(job, model, optimizer, chosen, {"check_finite": check_finite, "buffers": buffers})
+        copy_model(job, model)
+        share_optimizer(job, optimizer)
+        if chosen.aggregate.algorithm == "auto":
+            job.choose(0, "distribute()")
+    if job.tracer is not None:
+        trace_compute(job.tracer, model, optimizer)
+    _leave_former_job(model)
+    engine = Engine(model, chosen, job, check_finite=check_finite, broadcast_buffers=buffers == "broadcast")
+    engine.optimizer = optimizer
+    job.engines.add(engine)
+    object.__setattr__(model, ATTRIBUTE, engine)
+    optimizer.register_step_pre_hook(lambda *_: engine.flush())
+    return model, optimizer
+
+
+def _leave_former_job(model: nn.Module) -> None:
+    """A model that was trained in a job that is over may be trained in another one."""
+    engine = model.__dict__.get(ATTRIBUTE)
+    if isinstance(engine, Engine) and not engine.inert:
+        engine.close()
+
+
+def engine_of(model: nn.Module) -> Engine:
+    engine = model.__dict__.get(ATTRIBUTE)
+    if not isinstance(engine, Engine) or engine.inert:
+        raise ConfigurationError(
+            f"this {type(model).__name__} has not been distributed, so there is nothing to synchronise.\n"
+            f"Call model, optimizer = stretto.distribute(model, optimizer) first."
+        )
+    return engine
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward passes inside only accumulate; the first one outside combines all of them.
+
+    with stretto.no_sync(model):
+        loss(model(x1)).backward()
+    loss(model(x2)).backward()       # combines both
+    """
+    with engine_of(model).not_synchronising():
+        yield
+
+
+@contextmanager
+def join(model: nn.Module) -> Iterator[None]:
+    """Let workers run out of batches at different times. Put it around the loop over the data.
+
+    A worker that is done takes part in the others' rounds with weight 0, so the mean is over those that still have data. At the
+    end all hold the model and optimizer state of the worker that went on longest. Buffers are not broadcast meanwhile.
+    """
+    engine = engine_of(model)
+    if engine.job.world_size == 1:
+        yield
+        return
+    engine.joining = True
+    try:
+        yield
+        engine.flush()
+    finally:
+        engine.joining = False
+    rounds = engine.rounds
+    while engine.shadow_round():
+        pass
+    longest = [int(count) for count in engine.job.gather_object(rounds)]
+    root = longest.index(max(longest))
+    copy_model(engine.job, model, root)
+    copy_optimizer(engine.job, engine.optimizer, root)
+
+
+def weight(value: float, *, job: Job | None = None) -> None:
+    """From now on this worker's gradients count `value` times in the mean: the number of samples in its batch, for instance.
+
+    With losses that are means over the local batch, `weight(len(batch))` makes the result the mean over all samples. It is read
+    when a backward synchronises: what was accumulated under `no_sync` counts with the weight of the backward that combines it.
+    Gradients travel multiplied by it, so in float16 keep it near 1 (a share of the largest batch, say).
+    """
+    if not value >= 0 or value == float("inf"):
+        raise ConfigurationError(f"weight({value!r}): a weight is a finite number, 0 or more. Write for instance weight(len(x)).")
+    (job or current_job()).weight = float(value)

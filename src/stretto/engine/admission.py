@@ -1,0 +1,105 @@
+"""What distribute() refuses, before anything is sent: each with what was asked, why it cannot work, and what to write instead."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from stretto.collectives.reduction import dtype_code
+from stretto.errors import ConfigurationError
+from stretto.session import Job
+from stretto.strategy import Strategy
+
+
+def check(model: object, optimizer: object, strategy: object, buffers: object, check_finite: object) -> None:
+    """The types and values of the arguments."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"distribute({type(model).__name__}, ...): the first argument is the nn.Module to train.")
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(
+            f"distribute(model, {type(optimizer).__name__}, ...): the second argument is the torch optimizer over the model's "
+            f"parameters. Write for instance torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
+    if not isinstance(strategy, Strategy):
+        raise ConfigurationError(
+            f"strategy={strategy!r}: write a Strategy(...), a recipe such as stretto.recipes.ddp(), or the text of one."
+        )
+    if buffers not in ("broadcast", "local"):
+        raise ConfigurationError(f"buffers={buffers!r}: write 'broadcast' or 'local'.")
+    if not isinstance(check_finite, bool):
+        raise ConfigurationError(f"check_finite={check_finite!r}: write True or False.")
+
+
+def check_model(model: nn.Module, optimizer: Optimizer, job: Job) -> None:
+    """Whether this model can be trained with this optimizer here."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigurationError(
+                f"parameter {name} is lazy and has no shape yet, so there is nothing to share.\n"
+                f"Call the model's forward once, with any input, before distribute()."
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigurationError(
+            f"{type(model).__name__} has no parameter that wants a gradient, so there is nothing to train.\n"
+            f"Unfreeze something (requires_grad_(True)) before distribute()."
+        )
+    _check_first_time(model, job)
+    _check_optimizer(model, optimizer)
+
+
+def _check_first_time(model: nn.Module, job: Job) -> None:
+    """Models of jobs that are over do not count: they may be trained again, in this one."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for engine in job.engines:
+        if engine.model is model:
+            raise ConfigurationError(
+                "this model has been distributed before, and its gradients would be combined twice.\n"
+                "Call distribute() once per model; other models are fine."
+            )
+        shared = [names[parameter] for parameter in engine.model.parameters() if parameter in names]
+        if shared:
+            raise ConfigurationError(
+                f"parameter {shared[0]} is part of a model that has been distributed before ({type(engine.model).__name__}), and "
+                f"its gradient would be combined twice.\nDistribute one module that contains both, with one optimizer."
+            )
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    parameters = set(model.parameters())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in parameters:
+                raise ConfigurationError(
+                    f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that is not one of the model's: its "
+                    f"gradient would not be combined.\nMake the optimizer over model.parameters() of the very model given here."
+                )
+
+
+def check_world(model: nn.Module, strategy: Strategy, job: Job) -> None:
+    """What only matters with several workers: whether everything can travel."""
+    if strategy.aggregate.algorithm == "native":
+        _check_native(strategy, job)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        try:
+            dtype_code(tensor.dtype)
+        except ConfigurationError as problem:
+            raise ConfigurationError(f"{name} of {type(model).__name__}: {problem}") from None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and not torch.distributed.is_initialized():
+            raise ConfigurationError(
+                f"SyncBatchNorm {name!r} synchronises through torch.distributed, which is not initialised: it would quietly be "
+                f'a plain BatchNorm.\nOn GPUs start the job with stretto.init(wire="nccl"); otherwise use nn.BatchNorm (each '
+                f"worker normalises its own batch) or nn.GroupNorm."
+            )
+
+
+def _check_native(strategy: Strategy, job: Job) -> None:
+    from stretto.wire.torch_group import TorchGroupWire  # brings in torch.distributed, which others do without
+
+    if not isinstance(job.wire, TorchGroupWire):
+        raise ConfigurationError(
+            f"{strategy.aggregate!r} is the torch backend's own collective, and this job runs on another wire.\n"
+            f'Start it with stretto.init(wire="gloo") or stretto.init(wire="nccl"), or use AllReduce("auto").'
+        )

@@ -1,0 +1,51 @@
+"""Do all workers mean the same model and the same strategy? Asked once, before any gradient is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stretto.errors import RankMismatch
+from stretto.session import Job
+from stretto.strategy import Strategy
+
+
+def agree(job: Job, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: dict[str, Any]) -> None:
+    """Raise `RankMismatch` on every worker, naming the first difference, unless all describe the same."""
+    everybody = job.gather_object(describe(model, optimizer, strategy, options))
+    for rank, theirs in enumerate(everybody):
+        for expected, found in _side_by_side(everybody[0], theirs):
+            if expected != found:
+                raise RankMismatch(
+                    f"distribute(): ranks 0 and {rank} differ, so no gradient was sent. The first difference:\n"
+                    f"  rank 0: {expected or 'nothing there'}\n  rank {rank}: {found or 'nothing there'}\n"
+                    f"Build the same model, optimizer and strategy on every rank: before distribute() nothing depends on it."
+                )
+
+
+def describe(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: dict[str, Any]) -> list[list[str]]:
+    """Everything that must be the same, one line each, in sections. Hyper-parameters are not in it: rank 0's are copied."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    return [
+        [f"strategy={strategy!r}"],
+        [f"options: {', '.join(f'{name}={value!r}' for name, value in sorted(options.items()))}"],
+        [f"parameter {name}: {_kind(parameter)}" for name, parameter in model.named_parameters()],
+        [f"buffer {name}: {_kind(buffer)}" for name, buffer in model.named_buffers()],
+        [f"{type(optimizer).__name__}, group {number}: {', '.join(group)}" for number, group in enumerate(groups)],
+    ]
+
+
+def _kind(tensor: Tensor) -> str:
+    layout = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
+    frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{layout}{frozen}"
+
+
+def _side_by_side(ours: list[list[str]], theirs: list[list[str]]) -> Iterator[tuple[str, str]]:
+    for section, other in zip(ours, theirs, strict=True):
+        yield from zip_longest(section, other, fillvalue="")

@@ -1,0 +1,176 @@
+"""Parameters that travel together: one flat buffer, with gradients as views of it.
+
+    an ordinary bucket     [ gradient | gradient | ... ]
+    the closing bucket     [ gradient | gradient | ... | weight | late | failed | present | used 0, used 1, ... ]
+
+The closing bucket leaves last, when backward has ended, and carries what is known only then, in float32 or better: this
+worker's `weight`; whether any gradient came `late` (after its bucket had left); whether its backward `failed`; whether it is
+`present` or has run out of data; and for every parameter of the model whether it was `used`. The mean over workers is above
+zero if anybody said so. All of it rides along in a message that goes anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.collectives.execute import Pending
+from stretto.schedule.orders import Schedule
+
+PRECISE = (torch.float32, torch.float64)
+LARGE_BYTES = 64 << 10  # from here on a gradient is copied as soon as it is there: while it is in the cache, and to free it
+
+
+class Notes(NamedTuple):
+    """What every worker says about itself in the closing bucket; on return, the mean over all of them."""
+
+    weight: float
+    late: float
+    failed: float
+    present: float
+
+
+NUM_NOTES = len(Notes._fields)
+
+
+class Bucket:
+    """One flat buffer and how far it is in this round."""
+
+    def __init__(
+        self, members: Sequence[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device, num_notes: int = 0
+    ) -> None:
+        self.number = 0
+        self.names = [name for name, _ in members]
+        self.parameters = [parameter for _, parameter in members]
+        self.num_gradient_elements = sum(parameter.numel() for parameter in self.parameters)
+        self.flat = torch.zeros(self.num_gradient_elements + num_notes, dtype=dtype, device=device)
+        self.views = _views(self.flat, self.parameters)
+        self.notes = self.flat[self.num_gradient_elements :]
+        self.large = [view.nbytes >= LARGE_BYTES for view in self.views]
+        self.fired = [False] * len(members)
+        self.used = [True] * len(members)
+        self.missing = len(members)
+        self.sent = False
+        self.pending: Pending | None = None
+        self.bring_back: Callable[[], None] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+    @property
+    def gradients(self) -> Tensor:
+        return self.flat[: self.num_gradient_elements]
+
+    @property
+    def named_views(self) -> list[tuple[str, Tensor]]:
+        return list(zip(self.names, self.views, strict=True))
+
+    def put(self, slot: int) -> None:
+        """Copy one gradient to its place, which is its parameter's gradient from then on."""
+        view, gradient = self.views[slot], self.parameters[slot].grad
+        assert gradient is not None
+        if gradient is not view:
+            with torch.no_grad():
+                view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            self.parameters[slot].grad = view
+
+    def collect(self) -> None:
+        """Copy every gradient that is not in its place yet, all in one call; where there is none, zeros."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        self.used = [gradient is not None for gradient in gradients]
+        absent = [view for view, gradient in zip(self.views, gradients, strict=True) if gradient is None]
+        moved = [(view, g) for view, g in zip(self.views, gradients, strict=True) if g is not None and g is not view]
+        with torch.no_grad():
+            if absent:
+                torch._foreach_zero_(absent)
+            if moved:
+                sources = [gradient.to_dense() if gradient.is_sparse else gradient for _, gradient in moved]
+                torch._foreach_copy_([view for view, _ in moved], sources)
+
+    def let_go(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def write(self, notes: Notes, used: Sequence[bool]) -> None:
+        """Of the closing bucket: what this worker has to say."""
+        self.notes.fill_(1.0)
+        self.notes[:NUM_NOTES].copy_(torch.tensor(notes))
+        if not all(used):
+            self.notes[NUM_NOTES:].copy_(torch.tensor(used))
+
+    def read(self) -> tuple[Notes, list[bool]]:
+        """Of the closing bucket: what all workers have said, and for each parameter whether anybody has a gradient."""
+        values = self.notes.tolist()
+        return Notes(*values[:NUM_NOTES]), [value > 0 for value in values[NUM_NOTES:]]
+
+    def reset(self) -> None:
+        self.fired = [False] * len(self.parameters)
+        self.missing = len(self.parameters)
+        self.sent = False
+        self.pending = None
+        self.bring_back = None
+
+
+def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Each parameter's part of `flat`, in the parameter's own memory layout where it is dense (channels-last stays so)."""
+    views, start = [], 0
+    for parameter in parameters:
+        part = flat[start : start + parameter.numel()]
+        if parameter.is_contiguous() or not _is_dense(parameter):
+            views.append(part.view(parameter.shape))
+        else:
+            views.append(part.as_strided(parameter.size(), parameter.stride(), part.storage_offset()))
+        start += parameter.numel()
+    return views
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its strides fill one stretch of memory without gaps or overlap."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def make_buckets(named: Sequence[tuple[str, Tensor]], schedule: Schedule, device: torch.device) -> list[Bucket]:
+    """Group parameters, in reverse order of registration (the order in which gradients come), one dtype and device to a
+    bucket. The last one returned is the closing bucket."""
+    groups = _group(named, schedule)
+    closing = next((group for group in reversed(groups) if group[0][1].dtype in PRECISE), None)
+    buckets = [_bucket(group) for group in groups if group is not closing]
+    num_notes = NUM_NOTES + len(named)
+    if closing is None:
+        buckets.append(Bucket([], torch.float32, device, num_notes))
+    else:
+        buckets.append(Bucket(closing, closing[0][1].dtype, closing[0][1].device, num_notes))
+    for number, bucket in enumerate(buckets):
+        bucket.number = number
+    return buckets
+
+
+def _bucket(group: list[tuple[str, Tensor]]) -> Bucket:
+    return Bucket(group, group[0][1].dtype, group[0][1].device)
+
+
+def _group(named: Sequence[tuple[str, Tensor]], schedule: Schedule) -> list[list[tuple[str, Tensor]]]:
+    filling: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    groups: list[list[tuple[str, Tensor]]] = []
+    limit = schedule.first_bucket_bytes
+    for name, parameter in reversed(named):
+        key = (parameter.dtype, parameter.device)
+        filling.setdefault(key, []).append((name, parameter))
+        sizes[key] = sizes.get(key, 0) + parameter.numel() * parameter.element_size()
+        if limit is not None and sizes[key] >= limit:
+            groups.append(filling.pop(key))
+            sizes[key] = 0
+            limit = schedule.bucket_bytes
+    return groups + list(filling.values())

@@ -1,0 +1,38 @@
+"""Which gradients are not finite, and whose fault it was.
+
+Off, NaN and infinity spread by themselves: a sum with one of them in it is not finite on any worker, so `GradScaler` skips the
+step on all of them. With `check_finite=True` each worker remembers the first parameter that it spoiled; when the combined
+gradient turns out bad, which all workers see alike, they tell each other and all raise the same `NonFiniteGradient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from stretto.errors import NonFiniteGradient
+from stretto.session import Job
+
+
+class FiniteCheck:
+    """This worker's memory of the first bad gradient of the round."""
+
+    def __init__(self) -> None:
+        self._first_bad: str | None = None
+
+    def look(self, name: str, gradient: Tensor | None) -> None:
+        """Remember `name` if its own gradient is the first that is not finite."""
+        if self._first_bad is None and gradient is not None and not is_finite(gradient):
+            self._first_bad = name
+
+    def conclude(self, job: Job, combined: Iterable[Tensor]) -> None:
+        """Raise on all workers if anything combined is not finite. `combined` is the same on all of them."""
+        mine, self._first_bad = self._first_bad, None
+        if not all(is_finite(gradient) for gradient in combined):
+            raise NonFiniteGradient({rank: name for rank, name in enumerate(job.gather_object(mine)) if name is not None})
+
+
+def is_finite(gradient: Tensor) -> bool:
+    values = gradient._values() if gradient.is_sparse else gradient
+    return bool(values.isfinite().all())

@@ -1,0 +1,55 @@
+"""Sparse gradients: gathered, not summed in place.
+
+The rows that were touched differ from worker to worker, so buckets cannot hold them. Each worker's indices and values are padded
+to the longest, gathered, and added up in rank order: the same bits everywhere.
+
+Cost: an all-gather of the longest worker's rows; cheap while few rows are touched, worse than dense when most are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stretto.session import Job
+
+
+def sparse_parameters(model: nn.Module) -> set[Tensor]:
+    """The parameters whose gradients torch makes sparse: embeddings that were asked to."""
+    return {module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse}
+
+
+def exchange_sparse(job: Job, named: Sequence[tuple[str, Tensor]], weight: float, combined_weight: float) -> None:
+    """Replace each parameter's sparse gradient by the weighted mean over all workers."""
+    for _, parameter in named:
+        gradient = parameter.grad
+        parameter.grad = _exchange(job, parameter, gradient, weight, combined_weight)
+
+
+def _exchange(job: Job, parameter: Tensor, gradient: Tensor | None, weight: float, combined_weight: float) -> Tensor | None:
+    if gradient is None:
+        indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    else:
+        gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+        num_rows = gradient.indices().shape[1] if weight else 0  # not 0 x NaN, where a worker without data has nothing to say
+        indices, values = gradient.indices()[:, :num_rows], gradient.values()[:num_rows] * weight
+    lengths = job.all_gather(torch.tensor([indices.shape[1], int(gradient is not None)]))
+    if not int(lengths[:, 1].sum()):
+        return None
+    longest = int(lengths[:, 0].max())
+    all_indices = job.all_gather(_pad(indices.t().contiguous(), longest))
+    all_values = job.all_gather(_pad(values, longest))
+    rows = [(all_indices[rank, :length], all_values[rank, :length]) for rank, length in enumerate(lengths[:, 0].tolist())]
+    total = torch.sparse_coo_tensor(
+        torch.cat([part for part, _ in rows]).t(), torch.cat([part for _, part in rows]), parameter.shape, check_invariants=False
+    ).coalesce()
+    return total / (combined_weight * job.world_size) if combined_weight else total
+
+
+def _pad(rows: Tensor, length: int) -> Tensor:
+    padded = torch.zeros((length, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    padded[: rows.shape[0]] = rows
+    return padded

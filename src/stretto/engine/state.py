@@ -1,0 +1,138 @@
+"""Copying a worker's whole training state to the others: parameters, buffers and the optimizer's state.
+
+What is not a tensor travels as msgpack, tensors by broadcast; the receiving side builds the same `state_dict` and loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stretto.errors import ConfigurationError
+from stretto.session import Job
+
+TENSOR = "__tensor__"
+TOGETHER_BYTES = 4 << 20  # small tensors travel together, up to so much
+
+
+def copy_model(job: Job, model: nn.Module, root: int = 0) -> None:
+    """Replace every worker's parameters and buffers, in place, by those of rank `root`."""
+    copy_tensors(job, (*model.parameters(), *model.buffers()), root)
+
+
+def copy_tensors(job: Job, tensors: Iterable[Tensor], root: int = 0) -> None:
+    """Replace the tensors, in place, by those of rank `root`; those of one dtype and device go together while they are small."""
+    for group in _groups(tensors):
+        if len(group) == 1:
+            job.broadcast(group[0].data, root)
+        else:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+            _scatter(job.broadcast(flat, root), group)
+
+
+def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            key = tensor.dtype, tensor.device
+            group = filling.setdefault(key, [])
+            if group and sum(other.nbytes for other in group) + tensor.nbytes > TOGETHER_BYTES:
+                yield filling.pop(key)
+                group = filling.setdefault(key, [])
+            group.append(tensor)
+    yield from filling.values()
+
+
+def _scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
+    start = 0
+    for target in targets:
+        # Through .data: two forwards before one backward (a GAN's) must not end in "modified by an inplace operation" on account
+        # of a BatchNorm buffer, which autograd saves for a backward that does not read it in training.
+        target.data.copy_(flat[start : start + target.numel()].view(target.shape))
+        start += target.numel()
+
+
+def share_optimizer(job: Job, optimizer: Optimizer) -> None:
+    """Let every worker start with rank 0's optimizer state and options, if any has a state or other options than rank 0."""
+    options = [{key: repr(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    everybody = job.gather_object([bool(optimizer.state), options])
+    if any(has_state or theirs != everybody[0][1] for has_state, theirs in everybody):
+        copy_optimizer(job, optimizer)
+
+
+def copy_optimizer(job: Job, optimizer: Optimizer, root: int = 0) -> None:
+    """Replace every worker's optimizer state and options by those of rank `root`."""
+    mine = job.rank == root
+    tensors: list[Tensor] = []
+    skeleton, problem = _described(optimizer, tensors) if mine else (None, "")
+    skeleton, problem = job.gather_object([skeleton, problem])[root]
+    if problem:
+        raise ConfigurationError(
+            f"the state of rank {root}'s {type(optimizer).__name__} cannot be sent to the others: {problem}.\n"
+            f"Keep tensors, numbers, strings, lists and dicts in it, or load the same state on every rank after distribute()."
+        )
+    if not mine:
+        tensors = [torch.empty(shape, dtype=getattr(torch, name)) for name, shape in _kinds(skeleton)]
+    for tensor in tensors:
+        if tensor.numel():
+            job.broadcast(tensor, root)
+    if not mine:
+        state = put_together(skeleton, iter(tensors))
+        state["param_groups"] = _as_before(optimizer.state_dict()["param_groups"], state["param_groups"])
+        optimizer.load_state_dict(state)
+
+
+def _described(optimizer: Optimizer, tensors: list[Tensor]) -> tuple[Any, str]:
+    """The state without its tensors; or why it cannot be written down, which the others must hear rather than wait for ever."""
+    skeleton = take_apart(optimizer.state_dict(), tensors)
+    try:
+        msgspec.msgpack.encode(skeleton)
+    except (TypeError, ValueError, OverflowError) as unwritable:
+        return None, str(unwritable)
+    return skeleton, ""
+
+
+def take_apart(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` with every tensor replaced by its dtype and shape, in order of appearance in `tensors`. Keys may be ints."""
+    if isinstance(value, Tensor):
+        tensors.append(value.detach())
+        return {TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if isinstance(value, dict):
+        return [[key, take_apart(item, tensors)] for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return {"list": [take_apart(item, tensors) for item in value]}
+    return value
+
+
+def put_together(value: Any, tensors: Any) -> Any:
+    """The reverse of `take_apart`."""
+    if isinstance(value, list):
+        return {key: put_together(item, tensors) for key, item in value}
+    if isinstance(value, dict) and TENSOR in value:
+        return next(tensors)
+    if isinstance(value, dict):
+        return [put_together(item, tensors) for item in value["list"]]
+    return value
+
+
+def _kinds(value: Any) -> list[tuple[str, list[int]]]:
+    if isinstance(value, list):
+        return [kind for _, item in value for kind in _kinds(item)]
+    if isinstance(value, dict) and TENSOR in value:
+        return [tuple(value[TENSOR])]
+    if isinstance(value, dict):
+        return [kind for item in value["list"] for kind in _kinds(item)]
+    return []
+
+
+def _as_before(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """msgpack knows no tuples: give options back the type they have here."""
+    return [
+        {key: tuple(value) if isinstance(own.get(key), tuple) else value for key, value in group.items()}
+        for own, group in zip(ours, theirs, strict=True)
+    ]

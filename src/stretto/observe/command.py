@@ -1,0 +1,44 @@
+"""`stretto trace DIR`: one file for Perfetto out of the ranks' files, and a table of what is in it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from stretto.errors import ConfigurationError
+from stretto.observe.merge import Total, merge, missing_ranks, read, total
+
+
+def show_trace(folder: Path, output: Path | None) -> None:
+    files = read(folder)
+    target = output or folder / "trace.json"
+    try:
+        target.write_bytes(merge(files))
+    except OSError as problem:
+        raise ConfigurationError(f"{target} cannot be written ({problem.strerror}). Name another file with -o FILE.") from problem
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(_table([total(file) for file in files]))
+    for rank in missing_ranks(files):
+        console.print(f"rank {rank} left no trace: it was killed, or is still running")
+    console.print(f"written: {target}; open it at https://ui.perfetto.dev", soft_wrap=True)
+
+
+def _table(totals: list[Total]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("rank", "traced", "computing", "waiting", "sent", "received", "dropped spans"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in totals:
+        table.add_row(
+            str(each.rank),
+            f"{each.span_s:.2f} s",
+            f"{each.computed:.0%}",
+            f"{each.waited:.0%}",
+            f"{each.bytes_sent / 1e6:,.2f} MB",
+            f"{each.bytes_received / 1e6:,.2f} MB",
+            str(each.num_dropped),
+        )
+    return table

@@ -1,0 +1,124 @@
+"""The ranks' trace files in one, for Perfetto opens one at a time; and what they add up to.
+
+Times in the files are rank 0's already (see `clocks`), so merging is putting them into one list, shifted so that the first span
+begins at 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.errors import ConfigurationError
+from stretto.observe.trace import About
+
+FILE_NAME = re.compile(r"trace-rank\d+\.json")
+COMPUTE = ("compute", "update")
+
+
+class Event(msgspec.Struct, omit_defaults=True):
+    ph: str
+    name: str
+    pid: int
+    tid: int
+    ts: float
+    dur: float | None = None
+    cat: str = ""
+    args: dict[str, Any] = {}
+
+
+class TraceFile(msgspec.Struct):
+    traceEvents: list[Event]
+    otherData: About
+    displayTimeUnit: str = "ms"
+
+
+class Total(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's trace in numbers. `span_s` is from its first span to its last; `waited` and `computed` are shares of it."""
+
+    rank: int
+    span_s: float
+    computed: float
+    waited: float
+    bytes_sent: int
+    bytes_received: int
+    num_dropped: int
+
+
+def read(folder: Path) -> list[TraceFile]:
+    """All ranks' files of one run, by rank."""
+    paths = [path for path in folder.glob("trace-rank*.json") if FILE_NAME.fullmatch(path.name)]
+    if not paths:
+        raise ConfigurationError(
+            f"{folder} has no trace-rank*.json: nothing was traced into it.\n"
+            f"Write one with `stretto run --trace {folder} -n 2 train.py`; the script must call stretto.init()."
+        )
+    files = sorted((_read_one(path) for path in paths), key=lambda file: file.otherData.rank)
+    if len({(file.otherData.run, file.otherData.world_size) for file in files}) > 1:
+        raise ConfigurationError(
+            f"the trace files in {folder} are of different runs, so they do not belong on one time line.\n"
+            f"Remove the older ones, or trace into a folder of its own: `stretto run --trace` starts with an empty one."
+        )
+    return files
+
+
+def _read_one(path: Path) -> TraceFile:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TraceFile)
+    except msgspec.MsgspecError as problem:
+        raise ConfigurationError(
+            f"{path} is not a trace that stretto wrote ({problem}). Remove it, or run the job again with --trace."
+        ) from problem
+
+
+def merge(files: Sequence[TraceFile]) -> bytes:
+    """One file with every rank as a process of its own."""
+    spans = [event for file in files for event in file.traceEvents if event.ph == "X"]
+    first = min((event.ts for event in spans), default=0.0)
+    for event in spans:
+        event.ts -= first
+    content = {
+        "traceEvents": [event for file in files for event in file.traceEvents],
+        "displayTimeUnit": "ms",
+        "otherData": {"ranks": [file.otherData for file in files]},
+    }
+    return msgspec.json.encode(content)
+
+
+def missing_ranks(files: Sequence[TraceFile]) -> list[int]:
+    """Ranks that left no file: killed, or still running."""
+    there = {file.otherData.rank for file in files}
+    return [rank for rank in range(files[0].otherData.world_size) if rank not in there]
+
+
+def total(file: TraceFile) -> Total:
+    spans = [event for event in file.traceEvents if event.ph == "X"]
+    begin = min((event.ts for event in spans), default=0.0)
+    end = max((event.ts + (event.dur or 0.0) for event in spans), default=0.0)
+    return Total(
+        rank=file.otherData.rank,
+        span_s=(end - begin) / 1e6,
+        computed=_time_in(spans, COMPUTE) / max(end - begin, 1e-9),
+        waited=_time_in(spans, ("wait",)) / max(end - begin, 1e-9),
+        bytes_sent=_bytes_of(spans, "send"),
+        bytes_received=_bytes_of(spans, "receive"),
+        num_dropped=file.otherData.num_dropped,
+    )
+
+
+def _time_in(spans: Sequence[Event], categories: tuple[str, ...]) -> float:
+    """Microseconds in which at least one span of these categories was open: what is nested counts once."""
+    covered, until = 0.0, float("-inf")
+    for span in sorted((span for span in spans if span.cat in categories), key=lambda span: span.ts):
+        end = span.ts + (span.dur or 0.0)
+        covered += max(0.0, end - max(span.ts, until))
+        until = max(until, end)
+    return covered
+
+
+def _bytes_of(spans: Sequence[Event], category: str) -> int:
+    return sum(int(span.args.get("bytes", 0)) for span in spans if span.cat == category)

@@ -1,0 +1,110 @@
+"""`benchmarks/step.py`: it runs, compares what is comparable, and writes what it measured, also where we lose."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stretto.bench.machine import describe
+from stretto.errors import ConfigurationError
+from stretto.lab import lab_available
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step.py"
+LIMIT_S = 90
+
+
+def step(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("step")
+
+
+def report_of(folder: Path) -> tuple[list[dict[str, Any]], str]:
+    (written,) = folder.glob("step_*.json")
+    reports: list[dict[str, Any]] = msgspec.json.decode(written.read_bytes())
+    return reports, written.with_suffix(".md").read_text()
+
+
+@pytest.mark.processes
+def test_all_contenders_take_turns_on_the_same_model_and_every_row_is_written(tmp_path: Path) -> None:
+    done = step("--quick", "-n", "2", "--models", "small", "--rounds", "2", "--output", "out", folder=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    (report,), text = report_of(tmp_path / "out")
+    assert [row["contender"] for row in report["rows"]] == ["stretto", "DDP", "DDP, views"]
+    assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in report["rows"])
+    assert all(row["peak_bytes"] > 2 * row["parameter_bytes"] for row in report["rows"])  # parameters and gradients at least
+    assert {"torch", "stretto", "python"} <= set(report["machine"]["versions"])
+    assert "python benchmarks/step.py --quick -n 2 --models small" in text
+    assert "not judged" in text and "| DDP, views |" in text
+
+
+@pytest.mark.processes
+def test_alone_it_is_compared_with_the_plain_loop(tmp_path: Path) -> None:
+    done = step("--quick", "-n", "1", "--models", "small", "--json", "one.json", folder=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    (report,) = msgspec.json.decode((tmp_path / "one.json").read_bytes())
+    assert [row["contender"] for row in report["rows"]] == ["stretto", "plain loop"]
+    assert "over a plain loop" in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.root
+def test_it_runs_on_lab_hosts(tmp_path: Path) -> None:
+    problem = lab_available()
+    if problem is not None:
+        pytest.skip(problem)
+    done = step("--quick", "--hosts", "2", "--rate", "1gbit", "--models", "small", "--output", "out", folder=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "2 lab hosts, 1gbit" in report_of(tmp_path / "out")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--models", "smal"], "there is no such model"),
+        (["--rate", "1gbit"], "Add --hosts 4"),
+        (["-n", "0"], "at least one"),
+        (["--rounds", "0"], "nothing to report"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: list[str], said: str, script: Any) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        script.cases(script.parse(arguments))
+
+
+def test_by_default_all_claims_are_measured(script: Any) -> None:
+    settings = script.cases(script.parse([]))
+
+    assert [(each.workers, each.lab, each.rate) for each in settings] == [
+        (4, False, None), (4, True, None), (4, True, "1gbit"), (1, False, None),
+    ]  # fmt: skip
+    assert all(each.rounds >= 7 for each in settings) and settings[3].models == ["gpt"]
+
+
+def test_a_claim_that_is_missed_says_so(script: Any) -> None:
+    settings = script.Settings(models=["small"], workers=4, rounds=7)
+    rows = [
+        script.Row(model="small", text="", contender=name, steps_per_turn=1, seconds=[took] * 7)
+        for name, took in (("stretto", 1.0), ("DDP", 1.1), ("DDP, views", 1.0))
+    ]
+    report = script.Report(settings=settings, machine=describe(), date="2026-01-01T00:00:00+00:00", rows=rows)
+
+    (line,) = script.claims(report)
+    assert "| 1.20 | 1.10 | **missed** |" in line
+    assert "| stretto | 1.00 s | 1.00 s - 1.00 s | 1.10 |" in script.as_markdown([report], "command")

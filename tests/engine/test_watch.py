@@ -1,0 +1,68 @@
+"""A change of a model's parameters is noticed, and no change is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.engine.watch import Watch
+
+
+def model() -> Any:
+    made: Any = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)), nn.Linear(3, 1))
+    made[2].bias.requires_grad_(False)
+    return made
+
+
+def shared(made: Any) -> None:
+    made[0].register_parameter("again", made[2].weight)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "unfrozen": lambda made: made[2].bias.requires_grad_(True),
+    "a module more": lambda made: made.append(nn.Linear(1, 1)),
+    "a module in a module that had none": lambda made: made[1][0].add_module("inner", nn.Linear(1, 1)),
+    "a parameter more": lambda made: made[0].register_parameter("more", nn.Parameter(torch.ones(1))),
+    "a parameter in a module that had none": lambda made: made[1][0].register_parameter("p", nn.Parameter(torch.ones(1))),
+    "replaced": lambda made: setattr(made[0], "weight", nn.Parameter(torch.ones(3, 2))),
+    "shared": shared,
+    "another module in its place": lambda made: made.__setitem__(0, nn.Linear(2, 3)),
+    "converted": lambda made: made.double(),
+    "one module converted": lambda made: made[2].double(),
+    "gone": lambda made: made.__delitem__(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_is_noticed(change: Callable[[Any], object]) -> None:
+    made = model()
+    watch = Watch(made)
+    assert not watch.changed(closely=False) and not watch.changed(closely=True)
+    change(made)
+    assert watch.changed(closely=False)
+
+
+def test_a_frozen_parameter_is_noticed_by_looking_closely() -> None:
+    made = model()
+    watch = Watch(made)
+    made[0].weight.requires_grad_(False)
+    assert watch.changed(closely=True)
+
+
+def test_training_is_no_change() -> None:
+    made = model()
+    watch = Watch(made)
+    optimizer = torch.optim.Adam(made.parameters())
+    made(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    made.eval().load_state_dict(made.state_dict())
+    assert not watch.changed(closely=False) and not watch.changed(closely=True)
+
+
+def test_its_buffers_are_the_models() -> None:
+    made = model()
+    assert list(map(id, Watch(made).buffers())) == list(map(id, made.buffers()))

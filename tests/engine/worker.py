@@ -1,0 +1,68 @@
+"""What the tests of the engine share: small models that are alike on every rank, and a job of threads to train them in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.aggregate.all_reduce import AllReduce
+from stretto.distributing import distribute, engine_of
+from stretto.schedule.orders import Buckets
+from stretto.session import Job
+from stretto.strategy import Strategy
+
+RING = Strategy(aggregate=AllReduce("ring"), schedule=Buckets(bytes=128, first_bytes=64))
+_building = threading.Lock()  # torch's random state belongs to the process, and ranks are threads here
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> Any:
+    with _building, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build()
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    model: nn.Sequential = seeded(_mlp, seed)
+    return model
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def data(rank: int, step: int = 0, length: int = 6, width: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(length, width, generator=generator, dtype=torch.float64)
+
+
+def start(job: Job, model: nn.Module, strategy: Strategy = RING, lr: float = 0.1, **options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    distribute(model, optimizer, strategy, job=job, **options)
+    return optimizer
+
+
+def bytes_sent(job: Job) -> int:
+    assert job.wire is not None
+    return job.wire.bytes_sent
+
+
+def rounds(model: nn.Module) -> int:
+    return engine_of(model).rounds
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal_everywhere(states: Sequence[dict[str, Tensor]]) -> None:
+    for state in states[1:]:
+        for name, value in states[0].items():
+            assert torch.equal(state[name], value), name
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}

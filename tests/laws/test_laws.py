@@ -1,0 +1,332 @@
+"""The laws of the design, asked of every strategy and every awkward model, on worlds of 1, 2, 3, 4 and 7.
+
+    1   a world of one equals the plain optimizer, bit for bit
+    2   n workers on shares = one worker on the whole batch
+    3   all replicas hold the same bits after every step
+    4   scheduling and bucketing never change the result beyond reduction order
+    8   bytes on the wire equal the formula
+    9   save, kill, resume: the same bits as never having stopped
+    10  mismatched models or strategies are an error on all ranks before any gradient is sent
+
+(5, 6 and 7 are about lossy codecs, mixing and staleness: they come with the values they are about.)
+A run is made once and asked everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from laws.cases import CASES, Case
+from laws.strategies import EVERY_ALGORITHM, PLAIN, SMALL_BUCKETS, STRATEGIES, short
+from laws.training import alone, assert_close, assert_same_bits, build, share, state_of, together
+from stretto.checkpoint import load, save
+from stretto.collectives import catalogue
+from stretto.collectives.execute import EAGER_BYTES, Begun, Request
+from stretto.collectives.plan import Kind
+from stretto.collectives.schedule import Action, compile_plan
+from stretto.distributing import distribute, engine_of
+from stretto.engine.bucket import Bucket
+from stretto.errors import RankMismatch
+from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
+from stretto.session import Job
+from stretto.strategy import Strategy
+from stretto.testing import run_jobs
+from stretto.wire.frames import HEADER_BYTES
+
+SIZES = (1, 2, 3, 4, 7)
+STEPS = 30
+FEW = 4
+
+
+def _name(value: Any) -> str:
+    return short(value) if isinstance(value, Strategy) else value.name if isinstance(value, Case) else str(value)
+
+
+def _worlds() -> list[Any]:
+    """(strategy, case, size, steps): what runs always; the whole product is slow."""
+    names = [case.name for case in CASES]
+    quick = [(SMALL_BUCKETS, name, 3, STEPS) for name in names]
+    quick += [(PLAIN, name, 2, FEW) for name in names]
+    quick += [(strategy, "mlp", size, FEW) for strategy in STRATEGIES for size in SIZES]
+    quick += [(strategy, "mlp", size, FEW) for strategy in EVERY_ALGORITHM for size in (2, 3, 4, 7)]
+    quick = list(dict.fromkeys(quick))
+    steps = dict.fromkeys(SIZES, FEW) | {3: STEPS}
+    whole = [(strategy, name, size, steps[size]) for strategy in STRATEGIES for name in names for size in SIZES]
+    slow = [world for world in whole if world not in set(quick)]
+    return [pytest.param(*world, id=_id(world)) for world in quick] + [
+        pytest.param(*world, id=_id(world), marks=pytest.mark.slow) for world in slow
+    ]
+
+
+def _id(world: tuple[Strategy, str, int, int]) -> str:
+    strategy, case, size, steps = world
+    return f"{case}, {size} workers, {steps} steps, {short(strategy)}"
+
+
+WORLDS = _worlds()
+every_world = pytest.mark.parametrize(("strategy", "case", "size", "steps"), WORLDS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+@pytest.mark.parametrize("strategy", [PLAIN, Strategy()], ids=_name)
+def test_law_1_a_world_of_one_is_the_plain_optimizer_bit_for_bit(strategy: Strategy, case: Case) -> None:
+    (run,) = together(case.name, strategy, 1, FEW)
+    assert_same_bits(run.state, alone(case.name, FEW))
+
+
+@every_world
+def test_law_2_workers_on_shares_are_one_worker_on_the_whole_batch(strategy: Strategy, case: str, size: int, steps: int) -> None:
+    assert_close(together(case, strategy, size, steps)[0].state, alone(case, steps))
+
+
+@every_world
+def test_law_3_all_replicas_hold_the_same_bits_after_every_step(strategy: Strategy, case: str, size: int, steps: int) -> None:
+    runs = together(case, strategy, size, steps)
+    assert len(set(runs[0].digests)) == steps  # the steps did change something
+    for run in runs[1:]:
+        assert run.digests == runs[0].digests
+        assert_same_bits(run.state, runs[0].state)
+
+
+@every_world
+def test_law_4_scheduling_never_changes_the_result_beyond_reduction_order(
+    strategy: Strategy, case: str, size: int, steps: int
+) -> None:
+    assert_close(together(case, strategy, size, steps)[0].state, together(case, PLAIN, size, steps)[0].state)
+
+
+@pytest.mark.parametrize("schedule", [AfterBackward(), WaitFree(), Buckets(bytes=100)], ids=repr)
+def test_law_4_with_two_workers_there_is_one_order_and_the_bits_are_equal(schedule: Any) -> None:
+    changed = Strategy(aggregate=PLAIN.aggregate, schedule=schedule)
+    assert together("mlp", changed, 2, FEW)[0].digests == together("mlp", PLAIN, 2, FEW)[0].digests
+
+
+# -- 8: bytes ---------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(bucket: Bucket, job_rank: int, size: int, algorithm: str, label: str) -> int:
+    """What one all-reduce sends from one rank: every message of the plan with its header, and one announcement to each rank
+    that it will receive from, unless the bucket is small enough to go unannounced."""
+    plan = catalogue.plan(Kind.ALL_REDUCE, algorithm, job_rank, size, group=size)
+    request = Request(plan, bucket.flat, "mean", label=label)
+    schedule = compile_plan(plan, bucket.flat.numel(), request.segment_bytes // bucket.flat.element_size())
+    messages = [task for task in schedule.tasks if task.action is Action.SEND]
+    payload = sum(task.stop - task.start for task in messages) * bucket.flat.element_size()
+    announcement = HEADER_BYTES + len(msgspec.msgpack.encode(Begun(2, 0, request.belief)))
+    num_announcements = 0 if bucket.num_bytes <= EAGER_BYTES else len(schedule.sources)
+    return payload + HEADER_BYTES * len(messages) + num_announcements * announcement
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.aggregate.algorithm != "auto"], ids=_name)
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_law_8_bytes_on_the_wire_equal_the_formula(strategy: Strategy, size: int) -> None:
+    for rank, run in enumerate(together("mlp", strategy, size, FEW)):
+        algorithm = strategy.aggregate.algorithm
+        expected = sum(bytes_of(bucket, rank, size, algorithm, "") for bucket in run.buckets)
+        assert run.bytes_sent == [expected] * FEW
+
+
+def test_law_8_counts_the_announcements_of_large_buckets() -> None:
+    num_elements, size = 300 * 300, 3
+
+    def program(job: Job) -> tuple[int, int]:
+        model = nn.Linear(300, 300, bias=False)
+        distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), PLAIN, job=job)
+        assert job.wire is not None
+        before = job.wire.bytes_sent
+        model(torch.ones(2, 300)).sum().backward()
+        (bucket,) = engine_of(model).buckets
+        return job.wire.bytes_sent - before, bytes_of(bucket, job.rank, size, "ring", engine_of(model)._label)
+
+    for counted, expected in run_jobs(size, program):
+        assert counted == expected
+        assert 4 * num_elements * 4 / 3 < counted < 4 * num_elements * 4 / 3 * 1.01  # 2(P-1)/P of the model, and little else
+
+
+# -- 9: save and resume -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("loaded_by", ["every rank before", "every rank after", "rank 0 before"])
+def test_law_9_a_plain_state_dict_resumes_with_the_same_bits(size: int, loaded_by: str, tmp_path: Any) -> None:
+    case = CASES[1]
+
+    def first_half(job: Job) -> None:
+        model, optimizer, _ = _continue(job, case, range(FEW))
+        if job.rank == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+
+    def second_half(job: Job) -> dict[str, torch.Tensor]:
+        saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+        return _continue(job, case, range(FEW, 2 * FEW), saved, loaded_by)[2]
+
+    whole = run_jobs(size, lambda job: _continue(job, case, range(2 * FEW))[2])
+    run_jobs(size, first_half)
+    for rank, state in enumerate(run_jobs(size, second_half)):
+        assert_same_bits(state, whole[rank])
+
+
+def _continue(
+    job: Job, case: Case, numbers: range, saved: Any = None, loaded_by: str = "every rank after"
+) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    model = build(case, seed=job.rank)
+    optimizer = case.optimizer(model)
+
+    def load() -> None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+
+    if saved and (loaded_by == "every rank before" or (loaded_by == "rank 0 before" and job.rank == 0)):
+        load()
+    distribute(model, optimizer, SMALL_BUCKETS, job=job)
+    if saved and loaded_by == "every rank after":
+        load()
+    for number in numbers:
+        case.step(model, share(case.batch(number), job.rank, job.world_size), number)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, state_of(model)
+
+
+STATELESS = [case for case in CASES if case.name != "unused in turns, AdamW"]  # it counts its calls outside of its state_dict
+
+
+@pytest.mark.parametrize(
+    ("strategy", "case", "size"),
+    [pytest.param(SMALL_BUCKETS, case, 2, id=case.name) for case in STATELESS]
+    + [pytest.param(s, CASES[1], 3, id=short(s)) for s in STRATEGIES if s.aggregate.algorithm != "auto"],
+)
+def test_law_9_save_and_load_resume_with_the_same_bits(strategy: Strategy, case: Case, size: int, tmp_path: Any) -> None:
+    """(`auto` is left out: two jobs may choose differently, and the order of additions with it.)"""
+
+    def program(job: Job, numbers: range) -> dict[str, torch.Tensor]:
+        model = build(case, seed=job.rank + numbers.start)
+        optimizer = case.optimizer(model)
+        distribute(model, optimizer, strategy, job=job)
+        if numbers.start:
+            assert load(tmp_path / "saved.pt", model, optimizer).extra == {"steps": numbers.start}
+        for number in numbers:
+            case.step(model, share(case.batch(number), job.rank, job.world_size), number)
+            optimizer.step()
+            optimizer.zero_grad()
+        save(tmp_path / "saved.pt", model, optimizer, extra={"steps": numbers.stop})
+        return state_of(model)
+
+    whole = run_jobs(size, program, range(2 * FEW))
+    run_jobs(size, program, range(FEW))
+    for rank, state in enumerate(run_jobs(size, program, range(FEW, 2 * FEW))):
+        assert_same_bits(state, whole[rank])
+
+
+# -- 10: disagreement -------------------------------------------------------------------------------------------------
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _wider(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4 if rank == 1 else 3)), PLAIN, {}
+
+
+def _longer(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+    return nn.Sequential(*[nn.Linear(3, 3) for _ in range(2 + (rank == 1))]), PLAIN, {}
+
+
+def _other_dtype(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+    return nn.Linear(3, 3).to(torch.float64 if rank == 1 else torch.float32), PLAIN, {}
+
+
+def _other_order(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+    layers = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
+    return nn.ModuleDict(dict(reversed(layers.items())) if rank == 1 else layers), PLAIN, {}
+
+
+def _other_layout(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+    model: Any = nn.Conv2d(3, 3, 3)
+    return model.to(memory_format=torch.channels_last) if rank == 1 else model, PLAIN, {}
+
+
+def _frozen(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].requires_grad_(rank != 1)
+    return model, PLAIN, {}
+
+
+def _other_strategy(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+    return nn.Linear(3, 3), SMALL_BUCKETS if rank == 1 else PLAIN, {}
+
+
+def _other_options(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+    return nn.Linear(3, 3), PLAIN, {"check_finite": rank == 1}
+
+
+def _other_buffer(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=rank != 1)), PLAIN, {}
+
+
+@pytest.mark.parametrize(
+    ("build_differently", "names"),
+    [
+        (_wider, ("parameter 1.weight: (3, 3) float32", "parameter 1.weight: (4, 3) float32")),
+        (_longer, ("nothing there", "parameter 2.weight")),
+        (_other_dtype, ("weight: (3, 3) float32", "weight: (3, 3) float64")),
+        (_other_order, ("parameter a.weight", "parameter b.weight")),
+        (_other_layout, ("weight", "strides (27, 1, 9, 3)")),
+        (_frozen, ("1.weight", "frozen")),
+        (_other_strategy, ("strategy=Strategy", "AfterBackward()", "Buckets(bytes=256")),
+        (_other_options, ("check_finite=False", "check_finite=True")),
+        (_other_buffer, ("buffer 1.running_mean", "nothing there")),
+    ],
+    ids=lambda value: value.__name__.strip("_") if callable(value) else "",
+)
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_law_10_a_mismatch_is_an_error_on_all_ranks_that_names_the_first_difference(
+    build_differently: Any, names: tuple[str, ...], size: int
+) -> None:
+    def program(job: Job) -> str:
+        model, strategy, options = build_differently(job.rank)
+        with pytest.raises(RankMismatch) as caught:
+            distribute(model, _optimizer(model), strategy, job=job, **options)
+        assert job.world_size > 1 and not hasattr(model, "_stretto_engine")
+        job.barrier()  # the job itself is as it was
+        return str(caught.value)
+
+    messages = run_jobs(size, program)
+    assert len(set(messages)) == 1
+    assert "no gradient was sent" in messages[0] and "rank 0:" in messages[0] and "rank 1:" in messages[0]
+    for name in names:
+        assert name in messages[0]
+
+
+def test_law_10_another_optimizer_or_other_groups_are_a_mismatch() -> None:
+    def program(job: Job) -> str:
+        model = nn.Linear(3, 3)
+        kind = torch.optim.SGD if job.rank else torch.optim.Adam
+        with pytest.raises(RankMismatch, match="group 0: weight, bias") as caught:
+            distribute(model, kind(model.parameters(), lr=0.1), PLAIN, job=job)
+        return str(caught.value)
+
+    first, second = run_jobs(2, program)
+    assert first == second and "SGD" in first and "Adam" in first
+
+
+def test_law_10_models_that_change_differently_later_are_a_mismatch_on_all_ranks() -> None:
+    """Shapes and sizes are equal: only names tell that one worker's `1` would be added to another's `2`."""
+
+    def program(job: Job) -> str:
+        model = nn.Sequential(nn.Linear(3, 3), *[nn.Linear(3, 3).requires_grad_(False) for _ in range(2)])
+        distribute(model, _optimizer(model), PLAIN, job=job)
+        model(torch.ones(1, 3)).sum().backward()
+        model[2 if job.rank == 1 else 1].requires_grad_(True)
+        with pytest.raises(RankMismatch, match="for gradients of layout") as caught:
+            model(torch.ones(1, 3)).sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return str(caught.value)
+
+    assert len(set(run_jobs(3, program))) == 1

@@ -1,0 +1,75 @@
+"""`stretto run --trace` and `stretto trace`, as they are called."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 60
+SCRIPT = """
+import sys
+import torch
+import stretto
+from stretto.distributing import distribute
+
+job = stretto.init()
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+stretto.distribute(model, optimizer)
+for _ in range(3):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+if sys.argv[1:] == ["fail"] and stretto.rank() == 1:
+    raise ValueError("on purpose")
+if sys.argv[1:] == ["fail"]:
+    stretto.barrier()
+"""
+
+
+def stretto(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "stretto", *arguments]
+    return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@pytest.mark.processes
+def test_a_traced_job_leaves_files_and_they_become_one(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "trace-rank7.json").write_text("of an earlier run")
+    done = stretto("run", "-n", "2", "--trace", "out", "train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"trace-rank0.json", "trace-rank1.json"}
+
+    shown = stretto("trace", "out", "-o", "all.json", folder=tmp_path)
+    assert shown.returncode == 0 and "written: all.json" in shown.stdout, shown.stderr
+    merged = json.loads((tmp_path / "all.json").read_text())
+    names = {event["name"] for event in merged["traceEvents"]}
+    assert {"forward Linear", "backward Linear", "update"} <= names
+    offsets = [each["clock_offset_ns"] for each in merged["otherData"]["ranks"]]
+    assert offsets == [0, 0]  # workers of one machine share a clock, and barriers do not contradict it
+
+
+@pytest.mark.processes
+def test_a_script_that_raises_still_leaves_the_files_of_all_ranks(tmp_path: Path) -> None:
+    done = stretto("run", "-n", "2", "--trace", "out", "train.py", "fail", folder=tmp_path)
+
+    assert done.returncode == 1 and "on purpose" in done.stderr
+    for rank in range(2):
+        file = json.loads((tmp_path / "out" / f"trace-rank{rank}.json").read_text())
+        assert "update" in {event["name"] for event in file["traceEvents"]}
+
+
+def test_a_folder_that_cannot_be_or_holds_nothing_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for arguments, said in (
+        (("run", "--trace", "file", "train.py"), "--trace file"),
+        (("trace", "nowhere"), "nothing was traced"),
+    ):
+        done = stretto(*arguments, folder=tmp_path)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,501 @@
+"""save and load: the same bits as never having stopped, or an error on all ranks and nothing changed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from resumable_training import Net, Training
+from stretto import checkpoint_file, random_state
+from stretto.checkpoint import load, save
+from stretto.distributing import distribute, weight
+from stretto.errors import CheckpointError, ConfigurationError
+from stretto.sampler import Sampler
+from stretto.session import Job
+from stretto.testing import run_jobs
+
+ROOT = Path(__file__).parents[1]
+SIZES = [1, 2, 3, 4, 7]
+
+
+def raised(action: Callable[[], Any], kind: type[Exception] = CheckpointError) -> str:
+    with pytest.raises(kind) as caught:
+        action()
+    return str(caught.value)
+
+
+def saved(path: Path, size: int = 2, steps: int = 3, **options: Any) -> Path:
+    run_jobs(size, lambda job: Training(job, **options).run(steps).save(path, extra={"step": steps}))
+    return path
+
+
+# ---------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("buffers", ["broadcast", "local"])
+def test_saving_and_resuming_gives_the_same_bits_as_never_having_stopped(size: int, buffers: str, tmp_path: Path) -> None:
+    """Seven workers reach the end of the first epoch on the way."""
+    path = tmp_path / "c.pt"
+
+    def resume(job: Job) -> Any:
+        training = Training(job, buffers=buffers)
+        resumed = training.load(path)
+        assert resumed.extra == {"step": 3} and resumed.world_size == size and resumed.lost == ()
+        return training.run(5).bits
+
+    expected = run_jobs(size, lambda job: Training(job, buffers=buffers).run(8).bits)
+    saved(path, size, buffers=buffers)
+    assert run_jobs(size, resume) == expected
+
+
+def test_what_auto_chose_and_each_workers_weight_are_taken_up_again(tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+
+    def begin(job: Job) -> Any:
+        training = Training(job, strategy="Strategy()").run(1)
+        weight(job.rank + 2.0, job=job)
+        training.save(path)
+        return job.choices
+
+    def resume(job: Job) -> Any:
+        training = Training(job, strategy="Strategy()")
+        job.choices = None
+        assert "what `auto` chose" in training.load(path).carried
+        assert job.weight == job.rank + 2.0
+        return job.choices
+
+    chosen = run_jobs(3, begin)
+    assert chosen[0] is not None
+    assert run_jobs(3, resume) == chosen
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (4, 1), (1, 3)])
+def test_resuming_with_another_number_of_workers_goes_on_with_the_same_samples(
+    before: int, after: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twelve samples a step however many workers share them: the same training, up to the order of addition."""
+    path = saved(tmp_path / "c.pt", before, steps=4, plain=True, batch=12 // before)
+
+    def resume(job: Job) -> Any:
+        training = Training(job, plain=True, batch=12 // after)
+        resumed = training.load(path)
+        return training.run(4).weights, resumed
+
+    with caplog.at_level(logging.INFO, "stretto"):
+        results = run_jobs(after, resume)
+    [expected] = run_jobs(1, lambda job: Training(job, plain=True, batch=12).run(8).weights)
+    for weights, resumed in results:
+        assert_close(weights, expected)
+        assert resumed.world_size == before
+        assert resumed.carried == ("model", "optimizer", "the place in the data (epoch 0)")
+        assert [f"then {before} workers, now {after}" in each for each in resumed.lost] == [True]
+    assert f"then {before} workers, now {after}" in caplog.text
+
+
+def assert_close(weights: list[list[float]], expected: list[list[float]]) -> None:
+    for ours, theirs in zip(weights, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs))
+
+
+def run_script(num_workers: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    script = str(ROOT / "tests" / "resumable_training.py")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
+    return subprocess.run(
+        [sys.executable, "-m", "stretto", "run", "-n", str(num_workers), "--no-prefix", script, *map(str, arguments)],
+        env=kept | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def kill(num_workers: int, path: Path, kind: str) -> None:
+    killed = run_script(num_workers, path, 9, kind, 3)
+    assert killed.returncode != 0 and killed.stdout == ""
+    assert "SIGKILL" in killed.stderr
+
+
+@pytest.mark.processes
+def test_processes_that_are_killed_after_saving_resume_to_the_same_bits(tmp_path: Path) -> None:
+    """Over an epoch's end, with dropout, numpy's and Python's random numbers, which every process has of its own."""
+    expected = run_script(2, tmp_path / "absent.pt", 9, "noisy")
+    assert expected.returncode == 0, expected.stderr
+
+    kill(2, tmp_path / "c.pt", "noisy")
+    resumed = run_script(2, tmp_path / "c.pt", 9, "noisy")
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout == expected.stdout != ""
+
+
+@pytest.mark.processes
+def test_processes_that_are_killed_resume_with_one_more(tmp_path: Path) -> None:
+    kill(2, tmp_path / "c.pt", "plain")
+    resumed = run_script(3, tmp_path / "c.pt", 9, "plain")
+    assert resumed.returncode == 0, resumed.stderr
+
+    [expected] = run_jobs(1, lambda job: Training(job, plain=True, batch=12).run(9).weights)
+    first, *others = msgspec.json.decode(resumed.stdout)
+    assert all(weights == first for weights in others)
+    assert_close(first, expected)
+
+
+def test_the_random_generators_go_on_where_they_were() -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), random.random(), random.gauss(), float(np.random.rand()), float(np.random.randn())]
+
+    random.gauss()  # leaves a second number behind, which belongs to the state
+    np.random.randn()
+    state = random_state.capture(nn.Linear(1, 1))
+    expected = draw()
+    draw()
+    assert random_state.restore(state, nn.Linear(1, 1)) == []
+    assert draw() == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_model_on_a_gpu_resumes_with_its_random_numbers(tmp_path: Path) -> None:
+    def make(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net(dropout=0.5).cuda()
+        return distribute(model, torch.optim.AdamW(model.parameters()), job=job)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(16, 5, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def program(job: Job) -> None:
+        first, second = make(job), make(job)
+        step(*first)
+        save(tmp_path / "c.pt", *first)
+        step(*first)
+        step(*second)
+        assert load(tmp_path / "c.pt", *second).lost == ()
+        step(*second)
+        for ours, theirs in zip(first[0].state_dict().values(), second[0].state_dict().values(), strict=True):
+            assert torch.equal(ours, theirs) and ours.is_cuda
+
+    run_jobs(1, program)
+
+
+# ---------------------------------------------------------------- what torch sees
+
+
+def test_plain_torch_opens_the_file_and_plain_state_dicts_still_work(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.pt", 3)
+    content = torch.load(path, weights_only=True)
+
+    model = Net()
+    model.load_state_dict(content["model"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(content["optimizer"])
+    assert content["extra"] == {"step": 3}
+    entry = content["stretto"]
+    assert entry["world_size"] == 3 and len(entry["ranks"]) == 3 and entry["versions"]["stretto"] == stretto.__version__
+    assert sorted(name for bucket in entry["buckets"] for name in bucket) == sorted(name for name, _ in model.named_parameters())
+    assert entry["sampler"]["taken"] == [[6, 6, 6]]
+    assert [each["rounds"] for each in entry["ranks"]] == [3, 3, 3]
+
+
+def test_torch_save_and_load_of_a_distributed_model_work_as_before(tmp_path: Path) -> None:
+    def program(job: Job) -> None:
+        training, plain = Training(job).run(2), Net()
+        path = tmp_path / f"{job.rank}.pt"
+        torch.save({"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}, path)
+        content = torch.load(path, weights_only=True)
+        assert list(content["model"]) == list(plain.state_dict())
+        other = Training(job)
+        other.model.load_state_dict(content["model"])
+        other.optimizer.load_state_dict(content["optimizer"])
+        assert other.bits == training.bits
+
+    run_jobs(2, program)
+
+
+def test_what_does_not_carry_over_is_said(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.pt")
+
+    def program(job: Job) -> Any:
+        training = Training(job, strategy="Strategy(schedule=AfterBackward())")
+        return load(path, training.model, training.optimizer).lost
+
+    data, strategy = run_jobs(2, program)[1]
+    assert "sampler=" in data
+    assert "AfterBackward()" in strategy and "then Strategy(" in strategy
+
+
+# ---------------------------------------------------------------- damage
+
+
+def test_a_flipped_bit_anywhere_is_found_on_all_ranks_and_nothing_is_loaded(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.pt")
+    good = path.read_bytes()
+
+    def program(job: Job) -> None:
+        training = Training(job)
+        before = training.bits
+        for position in range(0, len(good), len(good) // 25):
+            if job.rank == 0:
+                path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+            assert "is damaged" in raised(lambda: training.load(path))
+        assert training.bits == before
+
+    run_jobs(2, program)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda good: good[:-1], "no checksum"),
+        (lambda good: good[: len(good) // 2], "no checksum"),
+        (lambda good: b"", "no checksum"),
+        (lambda good: good + b"x", "no checksum"),
+        (None, "FileNotFoundError"),
+    ],
+    ids=["a byte short", "half", "empty", "longer", "missing"],
+)
+def test_a_file_that_is_cut_or_missing_is_an_error_on_all_ranks(
+    content: Callable[[bytes], bytes] | None, message: str, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "c.pt")
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content(path.read_bytes()))
+
+    for said in run_jobs(2, lambda job: raised(lambda: Training(job).load(path))):
+        assert message in said and "rank 0 of 2" in said
+
+
+def test_only_rank_0_needs_to_see_the_file(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.pt", 3)
+
+    def program(job: Job) -> Any:
+        training = Training(job)
+        training.load(path if job.rank == 0 else Path("/nowhere/else.pt"))
+        return training.bits
+
+    first, *others = run_jobs(3, program)
+    assert all(bits == first for bits in others)
+
+
+def test_a_read_error_in_the_middle_hangs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "c.pt")
+    monkeypatch.setattr(checkpoint_file, "PIECE_BYTES", 1000)
+    reads = []
+    real = Path.open
+
+    def failing_open(self: Path, *arguments: Any) -> Any:
+        file = real(self, *arguments)
+
+        class Failing:
+            name = str(self)
+            seek, close = file.seek, file.close
+            read = file.read
+            __enter__, __exit__ = (lambda self: self), (lambda self, *exception: file.close())
+
+            def readinto(self, buffer: Any) -> int:
+                reads.append(1)
+                if len(reads) == 3:
+                    raise OSError(errno.EIO, "Input/output error")
+                return int(file.readinto(buffer))
+
+        return Failing()
+
+    monkeypatch.setattr(Path, "open", failing_open)
+    assert all("is damaged" in said for said in run_jobs(2, lambda job: raised(lambda: Training(job).load(path))))
+    assert len(reads) > 3
+
+
+# ---------------------------------------------------------------- writing that fails
+
+
+@contextmanager
+def _full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No file may grow beyond 1 KB: writing more is an error of the system, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def _failing_fsync(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def fail(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        yield
+
+
+@pytest.mark.parametrize(("fault", "message"), [(_full_disk, ""), (_failing_fsync, "No space left")])
+def test_a_write_that_fails_raises_on_all_ranks_and_leaves_the_old_checkpoint(
+    fault: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "c.pt")
+    before = path.read_bytes()
+
+    with fault(monkeypatch):
+        said = run_jobs(3, lambda job: raised(lambda: Training(job).run(1).save(path)))
+    assert all("failed on rank 0 of 3" in each and message in each for each in said)
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["c.pt"]
+    saved(path, 1)
+
+
+def test_a_folder_that_is_not_there_and_values_that_cannot_be_loaded_are_errors_on_all_ranks(tmp_path: Path) -> None:
+    def program(job: Job) -> tuple[str, str]:
+        training = Training(job)
+        missing = raised(lambda: training.save(tmp_path / "no" / "c.pt"))
+        return missing, raised(lambda: training.save(tmp_path / "c.pt", extra={"path": Path("x")}))
+
+    for missing, unsafe in run_jobs(2, program):
+        assert "FileNotFoundError" in missing and "look on its machine" in missing
+        assert "neither a tensor nor a plain value" in unsafe
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_jobs_that_write_the_same_file_do_not_mix_their_bytes(tmp_path: Path) -> None:
+    with (tmp_path / "c.pt.part").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "by another process" in raised(lambda: checkpoint_file.write(tmp_path / "c.pt", {}))
+    checkpoint_file.write(tmp_path / "c.pt", {})
+    assert [each.name for each in tmp_path.iterdir()] == ["c.pt"]
+
+
+KILLED = """
+import os, pathlib, signal, sys
+import torch
+from stretto import checkpoint_file
+
+path = pathlib.Path(sys.argv[1])
+points = [(torch, "save"), (checkpoint_file, "_seal"), (os, "fsync"), (checkpoint_file, "_check_loadable"),
+          (pathlib.Path, "replace"), (checkpoint_file, "_sync_folder")]
+for when in ("before", "after"):
+    for owner, name in points:
+        checkpoint_file.write(path, {"value": torch.zeros(1000)})
+        child = os.fork()
+        if child == 0:
+            real = getattr(owner, name)
+
+            def die(*arguments, **options):
+                if when == "after":
+                    real(*arguments, **options)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            setattr(owner, name, die)
+            checkpoint_file.write(path, {"value": torch.ones(1000)})
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "the fault did not fire"
+        with path.open("rb") as file:
+            num_bytes, expected = checkpoint_file.seal_of(file, path)
+            import hashlib
+            assert hashlib.sha256(file.read(num_bytes)).hexdigest() == expected
+        value = torch.load(path, weights_only=True)["value"][0].item()
+        renamed = name == "_sync_folder" or (name, when) == ("replace", "after")
+        print(when, name, value, flush=True)
+        assert value == float(renamed)
+checkpoint_file.write(path, {"value": torch.ones(1000)})
+assert [each.name for each in path.parent.iterdir()] == [path.name]
+print("whole")
+"""
+
+
+@pytest.mark.processes
+def test_a_kill_at_any_point_of_writing_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "c.pt")],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout.endswith("whole\n"), done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer", "message"),
+    [
+        (lambda: Net(hidden=9), torch.optim.AdamW, "'first.weight' is (9, 5) float32 in this model and (8, 5) float32"),
+        (lambda: Net(norm=False), torch.optim.AdamW, "'norm.weight' is in the checkpoint and not in this model"),
+        (lambda: nn.Sequential(Net()), torch.optim.AdamW, "'0.first.weight' is in this model and not in the checkpoint"),
+        (lambda: Net().double(), torch.optim.AdamW, "'first.weight' is (8, 5) float64 in this model and (8, 5) float32"),
+        (Net, torch.optim.SGD, "the optimizer is SGD here and AdamW in the checkpoint"),
+        (Net, lambda p: torch.optim.AdamW(list(p)[:2]), "the optimizer's groups have [2] parameters here and [5]"),
+    ],
+)
+def test_another_model_or_optimizer_is_an_error_on_all_ranks(
+    make: Callable[[], nn.Module], optimizer: Any, message: str, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "c.pt")
+
+    def program(job: Job) -> str:
+        model = make()
+        pair = distribute(model, optimizer(model.parameters()), "ddp()", job=job)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        said = raised(lambda: load(path, *pair))
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        return said
+
+    assert all(message in said for said in run_jobs(2, program))
+
+
+def test_ranks_at_different_places_in_the_data_cannot_save(tmp_path: Path) -> None:
+    def program(job: Job) -> str:
+        training = Training(job).run(1)
+        training.sampler.set_epoch(job.rank)
+        return raised(lambda: training.save(tmp_path / "c.pt"))
+
+    assert all("different places in the data" in said for said in run_jobs(2, program))
+
+
+def test_a_sampler_that_nobody_counted_for_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    def program(job: Job) -> str:
+        training = Training(job).run(1)
+        if job.rank == 1:
+            next(iter(training.loader))
+        return raised(lambda: training.save(tmp_path / "c.pt"))
+
+    assert all("failed on rank 1 of 2" in said and "follow" in said for said in run_jobs(2, program))
+
+
+def test_another_dataset_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.pt")
+
+    def program(job: Job) -> str:
+        training = Training(job)
+        return raised(lambda: load(path, training.model, training.optimizer, sampler=Sampler(10, job=job)))
+
+    assert all("has 10 samples, and the state is about one of 84" in said for said in run_jobs(2, program))
+
+
+def test_what_was_not_distributed_together_is_refused(tmp_path: Path) -> None:
+    def program(job: Job) -> None:
+        training, other = Training(job), Training(job)
+        path = tmp_path / "c.pt"
+        assert "not been distributed" in raised(lambda: save(path, Net(), training.optimizer), ConfigurationError)
+        assert "not the optimizer" in raised(lambda: save(path, training.model, other.optimizer), ConfigurationError)
+        elsewhere = Job(job.launch, job.peers, None, job.timeouts)
+        refused = raised(lambda: save(path, training.model, training.optimizer, job=elsewhere), ConfigurationError)
+        assert "another job" in refused
+
+    run_jobs(2, program)

@@ -1,0 +1,82 @@
+"""A strategy is a value: printable, comparable, hashable, and refuses what makes no sense."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+
+from laws.strategies import EVERY_ALGORITHM, STRATEGIES
+from stretto import recipes
+from stretto.aggregate.all_reduce import AllReduce
+from stretto.collectives import catalogue
+from stretto.collectives.plan import Kind
+from stretto.compress.none import NoCompression
+from stretto.errors import ConfigurationError
+from stretto.parsing import parse
+from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
+from stretto.strategy import Strategy
+
+ALL = list(dict.fromkeys([*STRATEGIES, *EVERY_ALGORITHM]))
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=repr)
+def test_what_is_printed_reads_back(strategy: Strategy) -> None:
+    assert parse(repr(strategy)) == strategy
+    assert hash(parse(repr(strategy))) == hash(strategy)
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+
+
+def test_the_digest_tells_strategies_apart() -> None:
+    assert len({strategy.digest for strategy in ALL}) == len(ALL)
+    assert Strategy().digest == Strategy(schedule=Buckets()).digest
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Strategy().schedule = WaitFree()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("answers", "match"),
+    [
+        ({"schedule": WaitFree}, r"Did you mean WaitFree\(\), with parentheses"),
+        ({"schedule": "WaitFree"}, r"Write schedule= one of AfterBackward\(\), WaitFree\(\), Buckets\(\)"),
+        ({"schedule": NoCompression()}, r"It answers another question: write compress=NoCompression\(\)"),
+        ({"aggregate": WaitFree()}, r"write schedule=WaitFree\(\)"),
+        ({"sync": None}, r"Strategy\(sync=None\): not an answer"),
+        ({"shard": 3}, r"Write shard= one of Replicated\(\)"),
+    ],
+)
+def test_a_wrong_answer_is_refused_with_the_right_ones(answers: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        Strategy(**answers)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, "1MB", True, None])
+@pytest.mark.parametrize("field", ["bytes", "first_bytes"])
+def test_buckets_hold_a_positive_number_of_bytes(field: str, bad: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"Buckets\({field}={bad!r}\).*Write for instance Buckets"):
+        Buckets(**{field: bad})
+
+
+@pytest.mark.parametrize("bad", ["rign", "", 3, None])
+def test_an_unknown_algorithm_is_refused_with_those_there_are(bad: Any) -> None:
+    with pytest.raises(ConfigurationError, match="halving_doubling"):
+        AllReduce(bad)
+
+
+def test_every_algorithm_of_the_catalogue_is_an_answer() -> None:
+    for name in (*catalogue.names(Kind.ALL_REDUCE), "auto", "native"):
+        assert AllReduce(name).algorithm == name
+
+
+def test_recipes_are_compositions() -> None:
+    assert recipes.ddp() == Strategy(schedule=Buckets(bytes=25 << 20))
+    assert recipes.data_parallel() == Strategy(aggregate=AllReduce("master_worker"), schedule=AfterBackward())
+    assert recipes.horovod(fusion_bytes=64) == Strategy(aggregate=AllReduce("ring"), schedule=Buckets(bytes=64, first_bytes=64))
+    assert all(recipe.__doc__ and recipe() == parse(name) for name, recipe in recipes.by_name().items())
+    own = {name for name, value in vars(recipes).items() if getattr(value, "__module__", "") == recipes.__name__}
+    assert own == {*recipes.by_name(), "by_name"}
