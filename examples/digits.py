@@ -27,7 +27,9 @@ def digits() -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise SystemExit("examples/digits.py takes its images from scikit-learn, which is not installed: pip install scikit-learn") from None
+        raise SystemExit(
+            "examples/digits.py takes its images from scikit-learn, which is not installed: pip install scikit-learn"
+        ) from None
     bunch = load_digits()
     order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16

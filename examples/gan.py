@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 examples/gan.py
     stretto run -n 4 examples/gan.py --strategy "Strategy(schedule=AfterBackward())"
 
-Both models are distributed, each with its own optimizer. The generator's backward runs through the critic as well; what that leaves in
-the critic's gradients is thrown away, so it need not be sent: `stretto.no_sync(critic)`.
+Both models are distributed, each with its own optimizer. The generator's backward runs through the critic as well; what that
+leaves in the critic's gradients is thrown away, so it need not be sent: `stretto.no_sync(critic)`.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> None:
     options = parser.parse_args()
 
     stretto.init()
-    torch.manual_seed(options.seed * 1000 + stretto.rank())  # each worker draws points of its own; distribute() makes the models equal
+    torch.manual_seed(options.seed * 1000 + stretto.rank())  # points of its own; distribute() makes the models equal
     device, batch = stretto.device(), max(1, GLOBAL_BATCH // stretto.world_size())
     generator, critic = perceptron(LATENT, 2).to(device), perceptron(2, 1).to(device)
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))

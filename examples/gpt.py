@@ -61,7 +61,8 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.to_qkv(self.before_attention(x)).chunk(3, 2))
+        parts = self.to_qkv(self.before_attention(x)).chunk(3, 2)
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.from_heads(mixed.transpose(1, 2).flatten(2))
         out: Tensor = x + self.mlp(self.before_mlp(x))

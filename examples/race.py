@@ -1,4 +1,4 @@
-"""A race: every all-reduce of the catalogue, on four workers of this machine, over a few sizes.
+"""A race: the all-reduce algorithms of one host, on four workers of this machine, over a few sizes.
 
     python examples/race.py                     live table on a terminal, bars at the end, plot in demo-output/race.png
     python examples/race.py --workers 2 --sizes 1024 65536 --rounds 3

@@ -4,7 +4,8 @@
     python examples/train_demo.py --workers 2 --steps 40 --strategy "horovod()"
     python examples/train_demo.py | cat         plain lines
 
-Started by hand it launches its own workers with `stretto run` and shows what rank 0 reports: one line of JSON per step, and one at the end.
+Started by hand it launches its own workers with `stretto run` and shows what rank 0 reports: a line of JSON per step, and one
+at the end.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from rich.table import Table
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 60
 NARROWEST = 100
-SMOOTHING = 0.9
+SMOOTHING = 6  # neighbours on either side
 WARM_UP = 3  # steps that fill caches and open connections: trained on, not timed
 
 
@@ -66,7 +67,9 @@ def train(steps: int, strategy: str, seed: int) -> None:
     validation = gpt.validate(model, gpt.standard_library().validation)
     workers = stretto.gather_object({"timed_s": timed_s, "waited_s": waited_s, "bytes_sent": bytes_sent, "num_rows": num_rows})
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    _report({"workers": workers, "validation": validation, "parameters": num_parameters, "strategy": repr(stretto.parse(strategy))})
+    _report(
+        {"workers": workers, "validation": validation, "parameters": num_parameters, "strategy": repr(stretto.parse(strategy))}
+    )
     stretto.shutdown()
 
 
@@ -112,12 +115,17 @@ def watch(options: argparse.Namespace, console: Console) -> Story:
 def _progress(console: Console, steps: int) -> Iterator[Any]:
     """A live line on a terminal; elsewhere a line every tenth of the way."""
     if not console.is_terminal:
-        yield lambda told: told["step"] % max(1, steps // 10) == 0 and console.print(_line(told, steps))
+        yield lambda told: _print_some(console, told, steps)
         return
     columns = (TextColumn("training"), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("the workers start ...", total=steps)
         yield lambda told: progress.update(task, completed=told["step"], description=_line(told, steps))
+
+
+def _print_some(console: Console, told: dict[str, Any], steps: int) -> None:
+    if told["step"] % max(1, steps // 10) == 0:
+        console.print(_line(told, steps))
 
 
 def _line(told: dict[str, Any], steps: int) -> str:
@@ -135,7 +143,7 @@ def table(story: Story) -> Table:
     made.add_column("worker", footer="all", no_wrap=True)
     made.add_column("samples/s", footer=f"{rows / slowest_s:.1f}", justify="right", no_wrap=True)
     made.add_column("in communication", footer=f"{waited:.0%}", justify="right")
-    made.add_column("sent", footer=f"{sent / 1e6:.1f} MB", justify="right", no_wrap=True)
+    made.add_column("sent", footer=f"{sent / 1e6:,.1f} MB", justify="right", no_wrap=True)
     made.add_column("loss: first, last", footer=f"{story.losses[0]:.2f}, {story.losses[-1]:.2f}", justify="right")
     made.add_column("validation", footer=f"{story.end['validation']:.2f}", justify="right")
     for rank, worker in enumerate(workers):
@@ -158,10 +166,12 @@ def sparkline(values: list[float]) -> str:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """A running mean that forgets."""
-    made = [values[0]]
-    for value in values[1:]:
-        made.append(SMOOTHING * made[-1] + (1 - SMOOTHING) * value)
+    """Each value's mean with its neighbours, as many on either side."""
+    made = []
+    for place in range(len(values)):
+        reach = min(SMOOTHING, place, len(values) - 1 - place)
+        near = values[place - reach : place + reach + 1]
+        made.append(sum(near) / len(near))
     return made
 
 

@@ -11,7 +11,7 @@ import pytest
 import stretto
 
 NAMES = [
-    "AfterBackward", "AllReduce", "Buckets", "CheckpointError", "ConfigurationError", "FrameError", "JobError",
+    "AfterBackward", "AllReduce", "BackwardFailed", "Buckets", "CheckpointError", "ConfigurationError", "FrameError", "JobError",
     "NoCompression", "NonFiniteGradient", "PeerLost", "RankMismatch", "RendezvousError", "Replicated", "Resumed",
     "Sampler", "SecretError", "Strategy", "StrettoError", "Synchronous", "Timeouts", "UnreachableError", "WaitFree",
     "WireError", "WireTimeout", "WorkerFailed", "all_gather", "all_reduce", "barrier", "broadcast", "current_job",

@@ -269,3 +269,21 @@ def test_all_errors_are_one_family() -> None:
         value = getattr(stretto, name)
         if isinstance(value, type) and issubclass(value, Exception):
             assert issubclass(value, StrettoError)
+
+
+def test_the_first_auto_all_reduce_does_not_hide_that_ranks_disagree() -> None:
+    """Its measurements are collectives too: they must not meet another rank's barrier."""
+
+    def call(job: Job) -> str:
+        try:
+            if job.rank == 1:
+                job.barrier()
+            else:
+                job.all_reduce(torch.ones(4))
+        except RankMismatch as error:
+            return str(error)
+        return "no error"
+
+    for text in run_jobs(3, call):
+        assert "rank 1: barrier" in text
+        assert "all_reduce(float32[4], op=mean, algorithm=auto)" in text

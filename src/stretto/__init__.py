@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from stretto.distributing import join as join
     from stretto.distributing import no_sync as no_sync
     from stretto.distributing import weight as weight
+    from stretto.errors import BackwardFailed as BackwardFailed
     from stretto.errors import CheckpointError as CheckpointError
     from stretto.errors import ConfigurationError as ConfigurationError
     from stretto.errors import FrameError as FrameError
@@ -69,7 +70,7 @@ _HOME = {
     "stretto.compress.none": ("NoCompression",),
     "stretto.distributing": ("distribute", "join", "no_sync", "weight"),
     "stretto.errors": (
-        "CheckpointError", "ConfigurationError", "FrameError", "JobError", "NonFiniteGradient", "PeerLost",
+        "BackwardFailed", "CheckpointError", "ConfigurationError", "FrameError", "JobError", "NonFiniteGradient", "PeerLost",
         "RankMismatch", "RendezvousError", "SecretError", "StrettoError", "UnreachableError", "WireError", "WireTimeout",
         "WorkerFailed",
     ),

@@ -41,19 +41,19 @@ class Verbatim(TyperCommand):
 @app.command(context_settings=PASS_THROUGH)
 def run(
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m, a module.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, passed on untouched.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, passed on untouched.")] = None,
     workers: Annotated[int, typer.Option("-n", "--workers", help="Workers on this machine.")] = 1,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
     nodes: Annotated[int, typer.Option(help="How many machines, each running this command.")] = 1,
     node: Annotated[int | None, typer.Option(help="Which of them this is: 0, 1, ...")] = None,
     rendezvous: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Node 0's address; same for all.")] = None,
     secret_file: Annotated[Path | None, typer.Option(help="From `stretto secret`; same for all machines.")] = None,
+    encrypt: Annotated[
+        bool | None,
+        typer.Option("--encrypt/--no-encrypt", help="Default: STRETTO_ENCRYPT=on|off, else between machines only."),
+    ] = None,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long workers wait for a peer.")] = None,
-    prefix: Annotated[
-        bool, typer.Option("--prefix/--no-prefix", help="Put the rank before every line of output.")
-    ] = True,
+    prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Put the rank before every line of output.")] = True,
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write what each worker did when to DIR; then: stretto trace DIR.")
     ] = None,
@@ -77,6 +77,7 @@ def run(
         timeout_s=timeout,
         prefix=prefix,
         trace=trace,
+        encrypt=encrypt,
     )
     raise typer.Exit(launch.run(plan, os.environ))
 
@@ -130,9 +131,9 @@ def bench(context: typer.Context) -> None:
 
 
 def delegate(name: str, arguments: list[str]) -> None:
-    """Hand over to the `app` of `stretto.NAME.command`, a command line of its own, imported only now."""
+    """Hand over to the `app` of `stretto.NAME.command`, a command line of its own, imported only now, with our environment."""
     command: Any = importlib.import_module(f"stretto.{name}.command")
-    command.app(args=arguments, prog_name=f"stretto {name}")
+    command.app(args=arguments, prog_name=f"stretto {name}", obj=os.environ)
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakSet
 
@@ -26,6 +25,7 @@ from stretto.collectives.staging import Staging
 from stretto.errors import ConfigurationError
 from stretto.job.detect import Launch
 from stretto.job.introduce import farewell, introduce, local_address, settle
+from stretto.job.ledger_file import write_ledger
 from stretto.job.membership import Peer
 from stretto.observe import trace
 from stretto.observe.clocks import clock_offset
@@ -203,7 +203,7 @@ class Job:
     # -- choosing -----------------------------------------------------------------------------------------------------
 
     def choose(self, num_bytes: int, what: str = "") -> str:
-        """The all-reduce for this size. The first call measures the links: all ranks must make it together, for the same `what`."""
+        """The all-reduce for this size. The first call measures the links: all ranks must make it together, for one `what`."""
         if self.choices is None:
             self.run(Kind.BARRIER, torch.empty(0, dtype=torch.uint8), "dissemination", label=f" to choose for {what}")
             with self._on_channel(CHOOSING_CHANNEL):  # its many collectives must not meet calls of the user's
@@ -297,7 +297,7 @@ class Job:
             else:
                 self.wire.abandon()
             if self.launch.ledger is not None:
-                Path(self.launch.ledger).write_bytes(msgspec.json.encode({"bytes_sent": self.wire.bytes_sent}))
+                write_ledger(self.launch.ledger, self.wire.bytes_sent)
         else:
             self.write_trace()
         if goodbye:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -97,14 +98,38 @@ def test_by_default_all_claims_are_measured(script: Any) -> None:
     assert all(each.rounds >= 7 for each in settings) and settings[3].models == ["gpt"]
 
 
-def test_a_claim_that_is_missed_says_so(script: Any) -> None:
-    settings = script.Settings(models=["small"], workers=4, rounds=7)
+def report_with(script: Any, ours: list[float], ddp: list[float]) -> Any:
+    taken = {"stretto": ours, "DDP": ddp, "DDP, views": ddp}
     rows = [
-        script.Row(model="small", text="", contender=name, steps_per_turn=1, seconds=[took] * 7)
-        for name, took in (("stretto", 1.0), ("DDP", 1.1), ("DDP, views", 1.0))
+        script.Row(model="small", text="", contender=name, steps_per_turn=1, seconds=seconds) for name, seconds in taken.items()
     ]
-    report = script.Report(settings=settings, machine=describe(), date="2026-01-01T00:00:00+00:00", rows=rows)
+    settings = script.Settings(models=["small"], workers=4, rounds=len(ours))
+    return script.Report(settings=settings, machine=describe(), date="2026-01-01T00:00:00+00:00", rows=rows)
 
-    (line,) = script.claims(report)
-    assert "| 1.20 | 1.10 | **missed** |" in line
-    assert "| stretto | 1.00 s | 1.00 s - 1.00 s | 1.10 |" in script.as_markdown([report], "command")
+
+@pytest.mark.parametrize(
+    ("ddp", "verdict"),
+    [
+        ([1.3, 1.31, 1.29, 1.3, 1.3, 1.32, 1.28], "| met |"),
+        ([1.1, 1.11, 1.09, 1.1, 1.1, 1.12, 1.08], "**missed**"),
+        ([5.0, 0.2, 1.9, 1.3, 1.25, 0.9, 3.0], "undecided"),  # the median is above the target, and says nothing
+    ],
+)
+def test_a_claim_is_met_or_missed_only_if_the_whole_interval_says_so(ddp: list[float], verdict: str, script: Any) -> None:
+    (line,) = script.claims(report_with(script, [1.0] * 7, ddp))
+
+    assert verdict in line
+
+
+def test_the_interval_of_a_median_holds_it_as_often_as_it_says(script: Any) -> None:
+    generator = random.Random(5)
+    for rounds in (7, 11, 21):
+        draws = [[generator.lognormvariate(0, 1) for _ in range(rounds)] for _ in range(2000)]
+        found = [script.ratio(draw, [1.0] * rounds) for draw in draws]
+        assert sum(each.low <= 1.0 <= each.high for each in found) / len(found) > 0.94
+
+
+def test_rows_where_we_lose_are_written_too(script: Any) -> None:
+    report = report_with(script, [2.0] * 7, [1.0] * 7)
+
+    assert "| stretto | 2.00 s | 2.00 s - 2.00 s | 0.50 |" in script.as_markdown([report], "command")

@@ -48,9 +48,7 @@ def test_an_address_survives_splitting_and_joining(text: str, parts: tuple[str, 
     assert hosts.join_address(*parts) == text
 
 
-@pytest.mark.parametrize(
-    "text", ["", "node0", ":29400", "node0:", "node0:x", "node0:65536", "::1:7", "node0:-1", "a:²"]
-)
+@pytest.mark.parametrize("text", ["", "node0", ":29400", "node0:", "node0:x", "node0:65536", "::1:7", "node0:-1", "a:²"])
 def test_what_is_not_an_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"HOST:PORT|port number|brackets"):
         hosts.split_address(text)

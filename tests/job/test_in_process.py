@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import ConfigurationError, JobError, PeerLost, WorkerFailed
+from stretto.job.hosts import interface_of
 from stretto.job.in_process import launch
 
 WAIT_S = 20.0
@@ -21,6 +22,10 @@ WAIT_S = 20.0
 def place(word: str) -> tuple[str, int, int, str]:
     environ = os.environ
     return word, int(environ["STRETTO_RANK"]), int(environ["WORLD_SIZE"]), environ["STRETTO_RENDEZVOUS"]
+
+
+def variables(names: list[str]) -> list[str]:
+    return [os.environ[name] for name in names]
 
 
 def fail_on_rank_1(folder: str) -> None:
@@ -106,6 +111,19 @@ def test_a_worker_that_dies_silently_is_a_failure() -> None:
     assert caught.value.rank == 0 and caught.value.traceback == ""
 
 
+def test_a_function_finds_torchs_variables_and_the_encryption_the_user_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("STRETTO_ENCRYPT", "on")
+    names = ["GLOO_SOCKET_IFNAME", "STRETTO_ENCRYPT"]
+    assert launch(variables, 1, names, timeout_s=WAIT_S) == [[interface_of("127.0.0.1"), "on"]]
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
+def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ConfigurationError, match="positive number of seconds"):
+        launch(place, 1, "word", timeout_s=timeout_s)
+
+
 def test_at_the_deadline_all_are_killed_and_named() -> None:
     with pytest.raises(JobError, match=r"timeout_s=0.5 seconds: rank 0, 1"):
         launch(time.sleep, 2, 60, timeout_s=0.5)
@@ -155,9 +173,7 @@ print(launch(who, 2, sys.argv[1]))
 
 
 def test_a_function_typed_into_a_session_works() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERACTIVE, ""], capture_output=True, text=True, timeout=WAIT_S, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", INTERACTIVE, ""], capture_output=True, text=True, timeout=WAIT_S, check=False)
 
     assert done.stdout == "[0, 1]\n" and done.stderr == ""
 

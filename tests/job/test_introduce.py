@@ -31,6 +31,7 @@ from stretto.timeouts import Timeouts
 SECRET = bytes(range(32))
 PATIENT = Timeouts(connect_s=20)
 SHORT = Timeouts(connect_s=1.5)
+ADDRESS = r"127\.0\.0\.1|an unknown address"  # on one machine a connection may be over before it can be asked who it was
 
 
 @contextlib.contextmanager
@@ -127,6 +128,36 @@ def test_a_wrong_secret_is_a_secret_error_at_once_and_the_others_still_meet(encr
 
         tables = together(*(worker(launch_of(rank, 2, address, encrypt=encrypt)) for rank in range(2)))
         assert tables[0] == tables[1] and isinstance(tables[0], list)
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_who_waits_is_told_at_once_that_somebody_with_another_secret_was_refused(
+    encrypt: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(introduce_module, "ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(introduce_module, "FIRST_WORD_S", 60.0)  # it would not have said a word yet
+    short = Timeouts(connect_s=3)
+    with coordinator(2, "--encrypted" if encrypt else "--plain") as (_, address), caplog.at_level(logging.WARNING, "stretto.job"):
+        honest, stranger = together(
+            worker(launch_of(0, 2, address, encrypt=encrypt), short),
+            worker(launch_of(1, 2, address, secret=bytes(32), encrypt=encrypt), short),
+        )
+
+    assert isinstance(stranger, SecretError)
+    where = ADDRESS if encrypt else r"127\.0\.0\.1"
+    refused = rf"\d connection attempts? (was|were) refused because (it|they) did not know the job secret \(last from ({where})\)"
+    assert re.search(r"rank 0: waiting for rank 1; " + refused, caplog.text), caplog.text
+    assert type(honest) is JobError and re.search(refused, str(honest)), honest
+
+
+def test_who_waits_for_a_worker_that_does_not_encrypt_is_told_so() -> None:
+    with coordinator(2, "--encrypted") as (_, address):
+        honest, plain = together(
+            worker(launch_of(0, 2, address, encrypt=True), SHORT), worker(launch_of(1, 2, address, encrypt=False), SHORT)
+        )
+
+    assert isinstance(plain, ConfigurationError)
+    assert re.search(rf"it did not encrypt, as this job does \(last from ({ADDRESS})\)", str(honest)), honest
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
@@ -251,13 +282,12 @@ def test_the_interface_variable_decides_the_published_address(monkeypatch: pytes
     several = dataclasses.replace(launch_of(0, 4, "127.0.0.1:9"), local_world_size=2)
     cards = [("lo", "127.0.0.1"), ("eth0", "10.0.0.5"), ("eth1", "10.1.0.5")]
     monkeypatch.setattr("stretto.job.hosts.interfaces", lambda: cards)
-    monkeypatch.setattr(settle_module, "interfaces", lambda: cards)
 
     assert local_address(dataclasses.replace(several, interface="eth1")) == ("10.1.0.5", "eth1")
     assert local_address(dataclasses.replace(several, interface="10.0.0.5")) == ("10.0.0.5", "eth0")
     with pytest.raises(RendezvousError, match=r"eth0 \(10.0.0.5\), eth1 \(10.1.0.5\)"):
         local_address(several)
-    monkeypatch.setattr(settle_module, "interfaces", lambda: cards[:2])
+    monkeypatch.setattr("stretto.job.hosts.interfaces", lambda: cards[:2])
     assert local_address(several) == ("10.0.0.5", "eth0")
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.job import launch_plan
-from stretto.job.launch_report import Failure, culprit, failure_block, last_words
+from stretto.errors import ConfigurationError
+from stretto.job import hosts, launch_plan
+from stretto.job.launch_report import Failure, Lost, culprit, failure_block, last_words, lost_block, what_it_does
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -255,9 +256,7 @@ def test_a_killed_launcher_leaves_nobody_behind(start: Start, tmp_path: Path) ->
 
 
 def test_a_killed_keeper_takes_the_workers_along(start: Start, tmp_path: Path) -> None:
-    launcher = start(
-        "mark(f'parent{rank}', os.getppid()); mark(f'worker{rank}.pid', os.getpid()); time.sleep(120)", "-n", "2"
-    )
+    launcher = start("mark(f'parent{rank}', os.getppid()); mark(f'worker{rank}.pid', os.getpid()); time.sleep(120)", "-n", "2")
     wait_until("both run", lambda: all((tmp_path / f"worker{rank}.pid").exists() for rank in range(2)))
     keeper = int((tmp_path / "parent0").read_text())
     assert keeper != launcher.pid
@@ -303,24 +302,116 @@ def test_a_worker_that_lost_its_peer_is_not_blamed_for_it(start: Start) -> None:
     assert errors.endswith("ValueError: the reason\n\n")
 
 
-def test_if_all_accuse_a_silent_peer_the_first_to_end_is_shown(start: Start, tmp_path: Path) -> None:
-    launcher = start(
-        """
-        from stretto.errors import PeerLost
-        mark(f"worker{rank}.pid", os.getpid())
-        if rank == 0:
-            wait_for("worker1.pid")
-            raise PeerLost(1, "no heartbeat")
-        os.kill(os.getpid(), signal.SIGSTOP)
-        """,
-        "-n",
-        "2",
-    )
+ACCUSE = """
+    import stretto.errors
+    from stretto.errors import FrameError, PeerLost, WireTimeout
+    mark(f"worker{rank}.pid", os.getpid())
+    if rank == 1:
+        print("about to be silent", file=sys.stderr)
+        SILENCE
+    wait_for("silent")
+    raise ERROR
+"""
+
+
+@pytest.mark.parametrize(
+    ("silence", "doing", "error", "message"),
+    [
+        ("mark('silent'); os.kill(os.getpid(), signal.SIGSTOP)", "stopped (T)", "PeerLost(1, 'no heartbeat')", "rank 1 is lost"),
+        ("mark('silent'); time.sleep(60)", "sleeping (S)", "WireTimeout(1, 'all_reduce 7', 5.0)", "rank 1 did not take part"),
+        ("mark('silent'); while_true()", "running (R)", "FrameError(1, 'garbage')", "rank 1 sent a bad frame: garbage"),
+        ("mark('silent'); os._exit(0)", "it exited with code 0", "PeerLost(1, 'connection closed')", "connection closed"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_all_others_name_is_said_to_be_lost_and_not_its_victims(
+    start: Start, tmp_path: Path, silence: str, doing: str, error: str, message: str
+) -> None:
+    script = ACCUSE.replace("SILENCE", silence).replace("while_true()", "exec('while True: pass')").replace("ERROR", error)
+    launcher = start(script, "-n", "3")
     _, errors = launcher.communicate(timeout=20)
 
+    assert launcher.returncode == 1  # of the first that named it
+    headline = errors.index("stretto: rank 1 of 3 was lost to the others: named by ranks 0 and 2")
+    lost = int((tmp_path / "worker1.pid").read_text())
+    assert f"pid {lost}" in errors[headline:] and doing in errors[headline:], errors
+    assert message in errors[headline:] and "failed first" not in errors
+    assert errors.endswith("The last words of rank 1 itself:\n\nabout to be silent\n\n")
+    wait_until_dead([lost])
+
+
+@pytest.mark.processes
+def test_a_stopped_worker_of_a_real_job_is_the_one_that_is_named(start: Start, tmp_path: Path) -> None:
+    launcher = start(
+        """
+        import torch, stretto
+        stretto.init()
+        mark(f"worker{rank}.pid", os.getpid())
+        for _ in range(10**9):
+            stretto.all_reduce(torch.ones(1000))
+            mark(f"trains{rank}")
+        """,
+        "-n",
+        "3",
+        "--timeout",
+        "2",
+    )
+    wait_until("all train", lambda: all((tmp_path / f"trains{rank}").exists() for rank in range(3)), 60)
+    stopped = int((tmp_path / "worker1.pid").read_text())
+    os.kill(stopped, signal.SIGSTOP)
+    _, errors = launcher.communicate(timeout=40)
+
     assert launcher.returncode == 1
-    assert "rank 0 of 2 failed first" in errors and errors.endswith("PeerLost: rank 1 is lost: no heartbeat\n\n")
-    wait_until_dead([int((tmp_path / "worker1.pid").read_text())])
+    named = re.search(r"stretto: rank 1 of 3 was lost to the others: named by (rank [02]|ranks 0 and 2)\n", errors)
+    assert named is not None, errors
+    assert f"Its process (pid {stopped}) was stopped (T)" in errors
+    wait_until_dead([stopped])
+
+
+def failure(rank: int, words: str, code: int = 1) -> Failure:
+    return Failure(rank=rank, pid=100 + rank, code=code, after_s=1.0, stderr_tail=words.encode())
+
+
+def test_who_is_blamed_follows_from_who_accuses_whom() -> None:
+    own = failure(2, "ValueError: the reason")
+    of_2 = failure(1, "stretto.errors.PeerLost: rank 2 is lost: x")
+    of_1 = failure(
+        0, "Traceback (most recent call last):\nstretto.errors.WireTimeout: rank 1 did not take part in all_reduce 3 ..."
+    )
+    of_3 = failure(4, "stretto.errors.BackwardFailed: backward ended in an exception on ranks 3, 5, so ...")
+
+    assert culprit([of_1, of_2, own]) is own
+    assert culprit([of_1, of_2]) == Lost(2, (of_2,))  # rank 1 was named, but it failed because of rank 2
+    assert culprit([of_1, of_3]) is of_1  # two suspects: the first to end is shown
+    assert culprit([of_3]) == Lost(3, (of_3,))
+    both = Lost(7, (failure(0, "PeerLost: rank 7 is lost: x", code=3), failure(1, "PeerLost: rank 7 is lost: y")))
+    assert both.exit_code == 3
+    shown = lost_block(both, 8, 0, "It is a worker of node 3.", b"")
+    assert "rank 7 of 8 was lost to the others: named by ranks 0 and 1\nIt is a worker of node 3." in shown
+    assert shown.endswith("PeerLost: rank 7 is lost: x\n")
+
+
+def test_a_chained_accusation_counts_and_the_last_one_decides() -> None:
+    chained = (
+        "Traceback (most recent call last):\nstretto.errors.PeerLost: rank 5 is lost: x\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\nstretto.errors.PeerLost: rank 6 is lost: y\n"
+    )
+
+    assert failure(0, chained).accused == 6
+    assert failure(0, "the log mentions PeerLost: rank 5 is lost: x").accused is None
+
+
+def test_the_state_of_a_process_is_what_the_kernel_says() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    try:
+        child.send_signal(signal.SIGSTOP)
+        wait_until("it is stopped", lambda: what_it_does(child.pid).startswith("stopped (T)"))
+    finally:
+        child.kill()
+    wait_until("it is a zombie", lambda: what_it_does(child.pid) == "gone")
+    child.wait()
+    assert what_it_does(child.pid) == "gone"
+    assert what_it_does(os.getpid()).startswith("running")
 
 
 def test_last_words_are_the_last_traceback_with_what_caused_it() -> None:
@@ -337,10 +428,10 @@ def test_last_words_are_the_last_traceback_with_what_caused_it() -> None:
 
 
 def test_a_failure_by_signal_is_named() -> None:
-    failure = Failure(rank=0, pid=1, code=-signal.SIGSEGV, after_s=1.0, stderr_tail=b"")
+    crash = failure(0, "", code=-signal.SIGSEGV)
 
-    assert failure.exit_code == 139 and culprit([failure]) is failure
-    assert "was killed by SIGSEGV" in failure_block(failure, 1, 0)
+    assert crash.exit_code == 139 and culprit([crash]) is crash
+    assert "was killed by SIGSEGV" in failure_block(crash, 1, 0)
 
 
 # Stopping.
@@ -404,8 +495,8 @@ def test_sigterm_to_the_launcher_ends_the_workers(start: Start, tmp_path: Path) 
 def test_workers_get_the_environment_of_the_contract(start: Start) -> None:
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
     wanted = [*names, *(f"STRETTO_{name}" for name in names), "STRETTO_RENDEZVOUS", "STRETTO_SECRET", "STRETTO_ENCRYPT"]
-    wanted += ["MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "STRETTO_TIMEOUT"]
-    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    wanted += ["MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "STRETTO_TIMEOUT", "GLOO_SOCKET_IFNAME"]
+    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
     launcher = start(f"print(*[os.environ[name] for name in {wanted}])", "-n", "2", "--timeout", "9", env=environ)
     output, errors = launcher.communicate(timeout=20)
 
@@ -419,13 +510,57 @@ def test_workers_get_the_environment_of_the_contract(start: Start) -> None:
         assert values["STRETTO_ENCRYPT"] == "off" and values["STRETTO_TIMEOUT"] == "9"
         assert values["MASTER_ADDR"] == "127.0.0.1" and values["OMP_NUM_THREADS"] == "1"
         assert values["MASTER_PORT"] != values["STRETTO_RENDEZVOUS"].rpartition(":")[2]
+        assert values["GLOO_SOCKET_IFNAME"] == hosts.interface_of("127.0.0.1")
 
 
-def test_omp_num_threads_of_the_user_is_kept(start: Start) -> None:
-    environ = {**os.environ, "OMP_NUM_THREADS": "3"}
-    launcher = start("print(os.environ['OMP_NUM_THREADS'])", "-n", "2", "--no-prefix", env=environ)
+def test_what_the_user_has_set_for_torch_is_kept(start: Start) -> None:
+    environ = {**os.environ, "OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "mine"}
+    script = "print(os.environ['OMP_NUM_THREADS'], os.environ['GLOO_SOCKET_IFNAME'])"
+    launcher = start(script, "-n", "2", "--no-prefix", env=environ)
 
-    assert launcher.communicate(timeout=20)[0] == "3\n3\n"
+    assert launcher.communicate(timeout=20)[0] == "3 mine\n3 mine\n"
+
+
+def test_between_machines_gloo_gets_the_interface_that_leads_to_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "interfaces", lambda: [("lo", "127.0.0.1"), ("eth0", "10.0.0.5"), ("eth1", "10.1.0.5")])
+    monkeypatch.setattr(hosts, "route_towards", lambda host, port: "10.1.0.5")
+
+    assert launch_plan.gloo_interface(("node0", 29400), {}) == "eth1"
+    assert launch_plan.gloo_interface(("node0", 29400), {"STRETTO_INTERFACE": "10.0.0.5"}) == "eth0"
+    assert launch_plan.gloo_interface(None, {}) == "lo"
+    monkeypatch.setattr(hosts, "route_towards", lambda host, port: "127.0.0.1")
+    assert launch_plan.gloo_interface(("node0", 29400), {}) is None  # either of two might be meant: gloo shall look for itself
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "expected"),
+    [
+        ([], None, "off"),
+        ([], "on", "on"),
+        (["--encrypt"], None, "on"),
+        (["--encrypt"], "off", "on"),
+        (["--no-encrypt"], "on", "off"),
+    ],
+)
+def test_encryption_is_as_the_user_says_and_workers_and_coordinator_agree(
+    start: Start, option: list[str], variable: str | None, expected: str
+) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "STRETTO_ENCRYPT"}
+    environ |= {} if variable is None else {"STRETTO_ENCRYPT": variable}
+    launcher = start(MEET + "    print(os.environ['STRETTO_ENCRYPT'])", "-n", "2", "--no-prefix", *option, env=environ)
+    output, errors = launcher.communicate(timeout=30)
+
+    assert launcher.returncode == 0, errors
+    assert sorted(output.splitlines()) == ["met [0, 1]"] * 2 + [expected] * 2
+
+
+def test_encryption_between_machines_can_be_turned_off() -> None:
+    plan = launch_plan.RunPlan(command=("x.py",), workers=1, nodes=2, secret=bytes(32))
+
+    assert launch_plan.encrypted(plan, {})
+    assert not launch_plan.encrypted(plan, {"STRETTO_ENCRYPT": "off"})
+    with pytest.raises(ConfigurationError, match="STRETTO_ENCRYPT='maybe'"):
+        launch_plan.encrypted(plan, {"STRETTO_ENCRYPT": "maybe"})
 
 
 def test_arguments_reach_the_script_untouched(start: Start) -> None:
@@ -439,9 +574,7 @@ def test_a_module_is_run_with_m(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text("import sys; print(__name__, sys.argv[1:])")
     command = [sys.executable, "-m", "stretto", "run", "-n", "2", "-m", "shop", "-m", "--nodes"]
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=20, check=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True, env={**os.environ, "PYTHONPATH": path})
 
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] __main__ ['-m', '--nodes']" for rank in range(2)]
 
@@ -500,6 +633,26 @@ def test_workers_meet_through_the_coordinator_the_launcher_started(start: Start,
     assert all(output == f"met {list(range(2 * nodes))}\n" * 2 for output, _ in outputs)
 
 
+def test_a_node_with_another_secret_is_noticed_by_the_node_that_waits_for_it(start: Start, tmp_path: Path) -> None:
+    meeting = f"127.0.0.1:{launch_plan.free_port()}"
+    environ = {**os.environ, "STRETTO_INTERFACE": "lo"}
+    launchers = []
+    for node, digit in enumerate("67"):
+        secret = tmp_path / f"{node}.secret"
+        secret.write_text(digit * 64)
+        secret.chmod(0o600)
+        options = ["--nodes", "2", "--node", str(node), "--rendezvous", meeting, "--secret-file", str(secret)]
+        launchers.append(start(MEET.replace("Timeouts.of(20)", "Timeouts(connect_s=5)"), *options, env=environ))
+    outputs = [launcher.communicate(timeout=40)[1] for launcher in launchers]
+
+    assert "SecretError: rank 1 was turned away" in outputs[1]
+    told = outputs[0][outputs[0].index("stretto: rank 0 of 2 failed first") :]
+    assert "JobError: Rank 1 of 2 did not join" in told
+    assert re.search(r"\d+ connection attempts? (was|were) refused because (it|they) did not know the job secret "
+                     r"\(last from (127\.0\.0\.1|an unknown address)\)", told), told  # fmt: skip
+    assert "the same secret" in told and "Allow more time" not in told
+
+
 def refusal(*options: str, target: str | None = None) -> str:
     """What `stretto run` says about options that cannot work; it must say so with exit code 2 and no traceback."""
     command = [sys.executable, "-m", "stretto", "run", *options, target or __file__]
@@ -529,7 +682,11 @@ def test_counts_that_cannot_work_are_refused() -> None:
     assert "-n 0" in refusal("-n", "0")
     assert "--node 2 with --nodes 2" in refusal("--nodes", "2", "--node", "2")
     assert "--nodes 2 without --node" in refusal("--nodes", "2", "--rendezvous", "127.0.0.1:29400")
-    assert "--timeout 0" in refusal("--timeout", "0")
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "-inf", "nan"])
+def test_a_timeout_that_is_none_is_refused(seconds: str) -> None:
+    assert f"--timeout {seconds}: a timeout is a positive number of seconds" in refusal("--timeout", seconds)
 
 
 def test_a_script_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:

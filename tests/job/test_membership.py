@@ -16,19 +16,19 @@ from stretto.job.membership import (
     Membership,
     Peer,
     Phase,
+    Refusal,
     Refused,
     Send,
     Table,
     Waiting,
+    Why,
     ranks_text,
 )  # fmt: skip
 
 HOST, ELSEWHERE = "alpha/11", "beta/22"
 
 
-def join_of(
-    rank: int, size: int, token: str = "", *, host: str = HOST, address: str = "", patience_s: float = 10
-) -> Join:
+def join_of(rank: int, size: int, token: str = "", *, host: str = HOST, address: str = "", patience_s: float = 10) -> Join:
     return Join(
         rank=rank, world_size=size, local_rank=rank, host=host, interface="eth1", pid=1000 + rank,
         address=address or f"10.0.0.{rank + 1}:4242", token=token or f"t{rank}", patience_s=patience_s,
@@ -137,9 +137,7 @@ def test_at_the_deadline_every_waiting_worker_is_told_exactly_who_is_missing() -
 
     assert set(messages(actions)) == {name(0), name(2)}
     for rank in (0, 2):
-        assert refusal(actions, name(rank)).reason.startswith(
-            "Ranks 1, 3 of 4 did not join within 10 s; ranks 0, 2 waited"
-        )
+        assert refusal(actions, name(rank)).reason.startswith("Ranks 1, 3 of 4 did not join within 10 s; ranks 0, 2 waited")
     assert membership.tick(11.0) == []
 
 
@@ -174,9 +172,7 @@ def test_an_unreachable_address_fails_all_and_names_rank_interface_and_address()
 
 def test_a_loopback_address_is_fine_on_one_host_and_refused_as_soon_as_there_are_two() -> None:
     membership = Membership(2, HOST)
-    assert any(
-        isinstance(action, Check) for action in membership.join(name(0), join_of(0, 2, address="127.0.0.1:1"), now=0.0)
-    )
+    assert any(isinstance(action, Check) for action in membership.join(name(0), join_of(0, 2, address="127.0.0.1:1"), now=0.0))
 
     actions = membership.join(name(1), join_of(1, 2, host=ELSEWHERE), now=0.0)
 
@@ -227,10 +223,7 @@ def test_a_late_worker_finds_its_rank_taken() -> None:
     membership.reachable(0, "t0")
     membership.leave(Leave(0, HOST, 1000), now=1.0)
 
-    assert (
-        "has already left the job"
-        in refusal(membership.join(b"late", join_of(0, 1, token="x"), now=2.0), b"late").reason
-    )
+    assert "has already left the job" in refusal(membership.join(b"late", join_of(0, 1, token="x"), now=2.0), b"late").reason
 
 
 def test_results_of_checks_that_nobody_waits_for_are_ignored() -> None:
@@ -310,3 +303,18 @@ def test_the_order_of_arrival_does_not_matter(order: list[int], checks: list[int
 
     assert set(sent) == {name(rank) for rank in range(5)}
     assert len({repr(message) for message in sent.values()}) == 1
+
+
+def test_workers_that_wait_hear_who_was_turned_away_and_the_failure_says_what_to_do_about_it() -> None:
+    membership = joined(3, 0)
+    assert messages(membership.ask(name(0), Ask(0, "t0")))[name(0)] == Waiting([1, 2])
+    assert membership.refused(Refusal(Why.SECRET, "10.0.0.8")) == 1
+    one = "1 connection attempt was refused because it did not know the job secret (last from 10.0.0.8)"
+    assert messages(membership.ask(name(0), Ask(0, "t0")))[name(0)] == Waiting([1, 2], one)
+
+    assert membership.refused(Refusal(Why.SECRET, "10.0.0.9")) == 2
+    assert membership.refused(Refusal(Why.PLAIN, "10.0.0.7")) == 1
+    reason = refusal(membership.tick(now=11.0), name(0)).reason
+    assert "2 connection attempts were refused because they did not know the job secret (last from 10.0.0.9)" in reason
+    assert "1 connection attempt was refused because it did not encrypt, as this job does (last from 10.0.0.7)" in reason
+    assert "the same secret" in reason and "Allow more time" not in reason

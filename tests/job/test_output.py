@@ -72,9 +72,7 @@ def test_bytes_that_are_not_text_become_replacement_characters() -> None:
     assert feed_all([b"a\xffb\n", b"\xc3"]).decode() == "[0] a\ufffdb\n[0] \ufffd\n"
 
 
-@pytest.mark.parametrize(
-    ("rank", "width", "colour", "prefix"), [("3", 2, None, "[ 3] "), ("3", 1, 3, "\x1b[35m[3]\x1b[0m ")]
-)
+@pytest.mark.parametrize(("rank", "width", "colour", "prefix"), [("3", 2, None, "[ 3] "), ("3", 1, 3, "\x1b[35m[3]\x1b[0m ")])
 def test_prefixes_line_up_and_are_coloured_by_rank(rank: str, width: int, colour: int | None, prefix: str) -> None:
     assert prefix_of(rank, width, colour) == prefix.encode()
 

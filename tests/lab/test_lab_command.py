@@ -34,7 +34,8 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
 def test_output_has_the_host_in_front_and_the_exit_code_is_the_first_failing_hosts(tmp_path: Path) -> None:
     # A failure ends the others, so host 1 fails only once host 0 has spoken.
     spoken = tmp_path / "spoken"
-    script = f"echo from $RANK; if test $RANK = 0; then touch {spoken}; else while ! test -e {spoken}; do sleep 0.05; done; exit 7; fi"
+    wait = f"while ! test -e {spoken}; do sleep 0.05; done"
+    script = f"echo from $RANK; if test $RANK = 0; then touch {spoken}; else {wait}; exit 7; fi"
     done = stretto_lab("--hosts", "2", "--rate", "100mbit", "--", "sh", "-c", script)
     assert done.returncode == 7
     assert sorted(done.stdout.splitlines()) == ["[host 0] from 0", "[host 1] from 1"]
@@ -113,7 +114,7 @@ def test_a_link_is_cut_and_mended_from_another_terminal() -> None:
 
 def test_the_table_sets_the_workers_own_count_beside_the_interfaces() -> None:
     worker = (
-        "import os, socket; from stretto.lab.ledger import write_ledger; rank = int(os.environ['RANK'])\n"
+        "import os, socket; from stretto.job.ledger_file import write_ledger; rank = int(os.environ['RANK'])\n"
         "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
         "for _ in range(100): s.sendto(bytes(1000), (f'10.81.0.{2 - rank}', 7000))\n"
         "write_ledger(os.environ['STRETTO_LEDGER'], 100_000)\n"
@@ -127,6 +128,31 @@ def test_the_table_sets_the_workers_own_count_beside_the_interfaces() -> None:
         assert int(count) == 100_000
         assert 100_000 < int(sent) < 115_000  # 42 bytes of headers each, and what the closed port answers
         assert over.startswith("+")
+    assert "warning" not in done.stderr  # too little was sent to judge
+
+
+def test_a_count_that_is_far_off_gets_a_warning() -> None:
+    worker = (
+        "import os, socket; from stretto.job.ledger_file import write_ledger; rank = int(os.environ['RANK'])\n"
+        "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+        "for _ in range(2000): s.sendto(bytes(1000), (f'10.81.0.{2 - rank}', 7000))\n"
+        "write_ledger(os.environ['STRETTO_LEDGER'], 2_040_000 if rank else 1_500_000)\n"
+    )
+    done = stretto_lab("--hosts", "2", "--", sys.executable, "-c", worker)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "stretto lab: warning: host 0 sent 2," in said and "counted 1,500,000 (+" in said
+    assert "warning: host 1" not in said
+
+
+def test_a_user_who_asks_for_encryption_in_the_environment_gets_it() -> None:
+    words = [*STRETTO, "--hosts", "1", "--", "sh", "-c", "echo $STRETTO_ENCRYPT"]
+    for more, expected in (([], "on"), (["--no-encrypt"], "off")):
+        command = [*STRETTO, *more, *words[len(STRETTO) :]]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, env={**os.environ, "STRETTO_ENCRYPT": "on"}, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, f"[host 0] {expected}\n"), done.stderr
 
 
 DDP = """

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from stretto.errors import ConfigurationError, JobError
+from stretto.job.ledger_file import Ledger, read_ledger, write_ledger
 from stretto.lab import Lab, control, messages
 from stretto.lab.environment import Run, host_environment
-from stretto.lab.ledger import Ledger, Traffic, excess, read_ledger, write_ledger
+from stretto.lab.ledger import Traffic, excess, warning
 from stretto.lab.rates import FRAME_BYTES, describe_rate, parse_rate, shape
 from stretto.lab.slow import PERIOD_S, DutyCycle, parse_slow
 
@@ -120,6 +121,27 @@ def test_a_ledger_comes_back_as_written_and_garbage_is_no_ledger(tmp_path: Path)
 def test_excess_is_the_share_the_interface_sent_more() -> None:
     assert excess(Traffic(1040, 0), Ledger(1000)) == pytest.approx(0.04)
     assert excess(Traffic(1040, 0), Ledger(0)) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "counted", "warns"),
+    [
+        (2_099_000, 2_099_000, 2_000_000, False),
+        (2_101_000, 2_101_000, 2_000_000, True),
+        (1_899_000, 2_000_000, 2_000_000, True),
+        (1_901_000, 2_000_000, 2_000_000, False),
+        (900_000, 0, 100, False),  # too little to judge
+        (5_000_000, 0, 0, True),
+        (1_200_000, 12_000_000, 1_000_000, False),  # acknowledges ten times what it sends
+        (1_500_000, 12_000_000, 1_000_000, True),
+    ],
+)
+def test_counts_more_than_five_per_cent_apart_are_a_warning(sent: int, received: int, counted: int, warns: bool) -> None:
+    traffic, ledger = Traffic(sent, received), Ledger(counted)
+    said = warning(3, traffic, ledger)
+    assert (said is not None) == warns
+    if said is not None:
+        assert "host 3" in said and f"{excess(traffic, ledger):+.1%}" in said
 
 
 def test_garbage_and_oversized_messages_are_refused_and_their_descriptors_closed() -> None:

@@ -71,7 +71,7 @@ def test_where_files_need_a_name_it_is_gone_when_unlinked(shm: Path, monkeypatch
     def no_tmpfile(path: str, flags: int, mode: int = 0o777, **more: int | None) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        return open_file(path, flags, mode, **more)  # type: ignore[arg-type]
+        return open_file(path, flags, mode, **more)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", no_tmpfile)

@@ -10,7 +10,7 @@ from stretto.collectives.plan import Kind
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """`algorithm`: a name of the catalogue (docs/collectives.md), "auto" (measured, by size) or "native" (the torch backend's own).
+    """`algorithm`: a name of the catalogue (docs/collectives.md), "auto" (measured, by size) or "native" (torch's own).
 
     Cost and bytes are the algorithm's. Invariant: all workers end with the same bits.
     """

@@ -9,7 +9,6 @@ The last form is recognised by the job's variables: the command is then one of t
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ import typer
 from stretto.bench.settings import DeviceChoice, PeerChoice, Settings, WireChoice, check, parse_algorithms, parse_sizes
 from stretto.bench.start import run_workers
 from stretto.errors import ConfigurationError
-from stretto.job.detect import detect_here
+from stretto.job.detect import detect
 
 if TYPE_CHECKING:
     from stretto.bench.results import Report
@@ -35,6 +34,7 @@ def bench() -> None:
 
 @app.command()
 def allreduce(
+    context: typer.Context,
     sizes: Annotated[str, typer.Option(metavar="SIZES", help="Bytes per tensor; K, M, G are powers of 1024.")] = "4K,1M,32M",
     algorithms: Annotated[str, typer.Option(metavar="NAMES", help="Of the catalogue, with commas; or: all.")] = "auto,ring",
     workers: Annotated[int | None, typer.Option("-n", "--workers", help="Workers on this machine; 4 unless given.")] = None,
@@ -49,7 +49,7 @@ def allreduce(
 ) -> None:
     """Time all-reduce algorithms beside torch's own and a bare TCP stream, taking turns in one run."""
     _check_writable(json)
-    launched = detect_here()
+    launched = detect(context.obj)
     inside = launched.launcher != "single"
     settings = check(
         Settings(
@@ -70,7 +70,7 @@ def allreduce(
         _refuse_own_workers(workers, hosts)
         _take_part(settings, json)
     else:
-        _write(run_workers(settings, os.environ), json)
+        _write(run_workers(settings, context.obj), json)
 
 
 def _check_writable(json: Path | None) -> None:

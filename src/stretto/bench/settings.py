@@ -21,7 +21,7 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. `workers` is the world size; `hosts` says whether they are lab hosts (with links of `rate`)."""
+    """One run. `workers` is the world size; `lab` says whether they are lab hosts (with links of `rate`)."""
 
     sizes: list[int]
     algorithms: list[str]

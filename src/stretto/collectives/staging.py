@@ -43,7 +43,7 @@ class Staging:
     def lend(
         self, flat: torch.Tensor
     ) -> tuple[torch.Tensor, Callable[[], bool] | None, Callable[[], None] | None]:
-        """Like `borrow` for a flat contiguous tensor, without waiting: host memory, when it is filled, and how to bring it back."""
+        """Like `borrow`, for a flat tensor and without waiting: host memory, when it is filled, how to bring it back."""
         if flat.device.type != "cuda":
             return flat, None, None
         stream = self._stream(flat.device)
@@ -86,7 +86,7 @@ class Staging:
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
 

@@ -10,7 +10,8 @@ never from the command line, where other users of the machine could read it.
 
 A message is two frames: `stretto/<protocol>` and a msgpack body. Strangers are refused by ZAP before they can send a
 byte; what an authenticated peer sends is bounded in size, decoded into a fixed set of types, and dropped with a log
-line if it is anything else.
+line if it is anything else. How many were refused, and from where, is told to the workers that wait for somebody: it may be
+the one they wait for, with another secret.
 """
 
 from __future__ import annotations
@@ -46,9 +47,12 @@ from stretto.job.membership import (
     FromWorker,
     Join,
     Membership,
+    Refusal,
     Refused,
     Send,
+    Why,
 )  # fmt: skip
+from stretto.job.refusals import RefusalMonitor
 from stretto.job.zap import ZapHandler, secure_server
 
 CHECK_DEADLINE_S = 5.0
@@ -75,6 +79,7 @@ class Coordinator:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = ZapHandler(self._context, secret=secret, encrypted=encrypted)
         self._router = self._context.socket(zmq.ROUTER)
+        self._refusals = RefusalMonitor(self._router)
         self._checked: queue.SimpleQueue[_Checked] = queue.SimpleQueue()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
@@ -103,12 +108,14 @@ class Coordinator:
     def serve(self, orphaned: Callable[[], bool]) -> None:
         """Introduce workers until all have left, a failed job has been explained, or `orphaned()`."""
         poller = zmq.Poller()
-        for source in (self._router, self._door.socket, self._wake_in.fileno()):
+        for source in (self._router, self._door.socket, self._refusals.socket, self._wake_in.fileno()):
             poller.register(source, zmq.POLLIN)
         while not self.membership.finished(time.monotonic()) and not orphaned():
             ready = dict(poller.poll(int(TICK_S * 1000)))
             if self._door.socket in ready:
-                self._door.handle()
+                self._answer_door()
+            if self._refusals.socket in ready:
+                self._note_refusals(self._refusals.take())
             if self._wake_in.fileno() in ready:
                 self._take_checks()
             if self._router in ready:
@@ -121,10 +128,22 @@ class Coordinator:
         """Idempotent; waits at most a second for the last messages to leave."""
         self._checkers.shutdown(wait=False, cancel_futures=True)
         self._door.close()
+        self._refusals.close()
         self._router.close()
         self._context.term()
         self._wake_in.close()
         self._wake_out.close()
+
+    def _answer_door(self) -> None:
+        before = self._door.refused
+        self._door.handle()
+        if self._door.refused > before:
+            self.membership.refused(Refusal(Why.SECRET, self._door.last_refused))
+
+    def _note_refusals(self, refusals: Sequence[Refusal]) -> None:
+        for refusal in refusals:
+            if self.membership.refused(refusal) == 1:  # once: it tries again and again
+                log.warning("refused a connection from %s: it %s", refusal.address, refusal.why.value)
 
     def _take_message(self) -> None:
         sender, *frames = self._router.recv_multipart()
@@ -235,10 +254,7 @@ def open_coordinator(bind: str, world_size: int, secret: bytes, encrypted: bool)
 def _bind_problem(bind: str, error: OSError | zmq.ZMQError) -> str:
     host, port = split_address(bind)
     if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} is in use by another program. Choose another port, or see who has it: ss -ltnp 'sport = "
-            f":{port}'"
-        )
+        return f"port {port} is in use by another program. Choose another port, or see who has it: ss -ltnp 'sport = :{port}'"
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return f"{host} is not an address of this machine ({socket.gethostname()}). Name one of its own addresses."
     if error.errno == errno.EACCES:
@@ -259,9 +275,7 @@ def tie_to_parent(pid: int | None) -> Callable[[], bool]:
     """A test for "my parent is gone". With a pid (or 0) the kernel also ends us the moment the parent dies."""
     parent = os.getppid()
     if pid is not None:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C goes to the whole group: the parent decides, workers say goodbye
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group: the parent decides, workers say goodbye
         _end_with_parent()
         if pid and parent != pid:  # it died before we could ask for the signal
             return lambda: True
@@ -280,21 +294,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m stretto.job.coordinator",
         description="Introduces the workers of one job to each other. The job secret is read from STRETTO_SECRET.",
     )
-    parser.add_argument(
-        "--bind", required=True, type=_address, metavar="HOST:PORT", help="where to listen; port 0 picks one"
-    )
+    parser.add_argument("--bind", required=True, type=_address, metavar="HOST:PORT", help="where to listen; port 0 picks one")
     parser.add_argument("--world-size", required=True, type=_positive, metavar="N", help="how many workers the job has")
     parser.add_argument("--ready-fd", type=int, metavar="FD", help='write "HOST:PORT" here when listening')
     encryption = parser.add_mutually_exclusive_group()
-    encryption.add_argument(
-        "--encrypted", dest="encrypted", action="store_true", help="CURVE: authenticated and encrypted"
-    )
-    encryption.add_argument(
-        "--plain", dest="encrypted", action="store_false", help="PLAIN: authenticated only (default)"
-    )
-    parser.add_argument(
-        "--die-with-parent", nargs="?", const=0, type=int, metavar="PID", help="end when the parent dies"
-    )
+    encryption.add_argument("--encrypted", dest="encrypted", action="store_true", help="CURVE: authenticated and encrypted")
+    encryption.add_argument("--plain", dest="encrypted", action="store_false", help="PLAIN: authenticated only (default)")
+    parser.add_argument("--die-with-parent", nargs="?", const=0, type=int, metavar="PID", help="end when the parent dies")
     parser.set_defaults(encrypted=False)
     return parser
 

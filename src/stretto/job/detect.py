@@ -99,6 +99,11 @@ def detect_here() -> Launch:
     return detect(os.environ)
 
 
+def own_environment() -> dict[str, str]:
+    """This process's environment, for those above `job` that pass it on to processes of their own."""
+    return dict(os.environ)
+
+
 _STRETTO = ("STRETTO_RANK", "STRETTO_WORLD_SIZE", "STRETTO_LOCAL_RANK", "STRETTO_LOCAL_WORLD_SIZE")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPENMPI = (
@@ -188,7 +193,7 @@ def _launch(
         local_world_size=place.local_world_size,
         rendezvous=rendezvous,
         secret=secret,
-        encrypt=_switch(environ, "STRETTO_ENCRYPT", default=several_hosts),
+        encrypt=switch(environ, "STRETTO_ENCRYPT", default=several_hosts),
         launcher=launcher,
         timeout_s=_timeout(environ),
         interface=environ.get("STRETTO_INTERFACE") or None,
@@ -221,9 +226,7 @@ def _slurm_place(environ: Environment) -> _Place:
     return _Place(
         rank=_integer(environ, "SLURM_PROCID", needed_with=world),
         world_size=world_size,
-        local_rank=_integer(
-            environ, "SLURM_LOCALID", needed_with="SLURM_PROCID", default=0 if world_size == 1 else None
-        ),
+        local_rank=_integer(environ, "SLURM_LOCALID", needed_with="SLURM_PROCID", default=0 if world_size == 1 else None),
         local_world_size=local_world,
         names=("SLURM_PROCID", world, "SLURM_LOCALID", layout),
     )
@@ -261,17 +264,13 @@ def _integer(environ: Environment, name: str, *, needed_with: str, default: int 
             f"other. Let the launcher set both, or unset {needed_with} to run as a job of one."
         )
     if re.fullmatch(r"-?\d{1,9}", text.strip()) is None:
-        raise ConfigurationError(
-            f"{name}={text!r} is not a whole number. Let the launcher set it, for instance {name}=1."
-        )
+        raise ConfigurationError(f"{name}={text!r} is not a whole number. Let the launcher set it, for instance {name}=1.")
     return int(text)
 
 
 def _require_rank(rank_name: str, rank: int, world_name: str, world_size: int) -> None:
     if world_size < 1:
-        raise ConfigurationError(
-            f"{world_name}={world_size}: a job has at least one worker. Set {world_name} to 1 or more."
-        )
+        raise ConfigurationError(f"{world_name}={world_size}: a job has at least one worker. Set {world_name} to 1 or more.")
     if not 0 <= rank < world_size:
         raise ConfigurationError(
             f"{rank_name}={rank} with {world_name}={world_size}: ranks are counted from 0 to {world_size - 1}. Correct "
@@ -296,9 +295,7 @@ def _next_port(master: str | None) -> str | None:
         return None
     host, port = split_address(master)
     if port == 65535:
-        raise ConfigurationError(
-            "MASTER_PORT=65535: the coordinator needs the port after it. Choose a smaller MASTER_PORT."
-        )
+        raise ConfigurationError("MASTER_PORT=65535: the coordinator needs the port after it. Choose a smaller MASTER_PORT.")
     return join_address(host, port + 1)
 
 
@@ -308,9 +305,7 @@ def _address(name: str, text: str) -> str:
     except ValueError as error:
         raise ConfigurationError(f"{name}={text!r}: {error}. Write for instance {name}=node0:29400.") from error
     if port == 0:
-        raise ConfigurationError(
-            f"{name}={text!r}: port 0 cannot be connected to. Name the port on which rank 0's host listens."
-        )
+        raise ConfigurationError(f"{name}={text!r}: port 0 cannot be connected to. Name the port on which rank 0's host listens.")
     return join_address(host, port)
 
 
@@ -330,7 +325,8 @@ def _no_secret(asked: str) -> SecretError:
     )
 
 
-def _switch(environ: Environment, name: str, default: bool) -> bool:
+def switch(environ: Environment, name: str, *, default: bool) -> bool:
+    """The value of a variable that is `on`, `off` or not set."""
     text = environ.get(name)
     if text is None:
         return default

@@ -144,6 +144,23 @@ def route_towards(host: str, port: int) -> str:
         ) from error
 
 
+def address_for_others(host: str, port: int) -> str:
+    """The address of this host that workers on other hosts, which meet at the rendezvous `host:port`, can reach."""
+    ip = route_towards(host, port)
+    if not is_loopback(ip):
+        return ip
+    # The rendezvous is this very host under a loopback name (127.0.1.1 in /etc/hosts is common): others need a real one.
+    candidates = [(name, address) for name, address in interfaces() if not is_loopback(address)]
+    if len(candidates) == 1:
+        return candidates[0][1]
+    listing = ", ".join(f"{name} ({address})" for name, address in candidates) or "none"
+    raise RendezvousError(
+        f"The rendezvous {join_address(host, port)} is a loopback address here, but the job's workers are on several hosts, "
+        f"which cannot reach it. This host's other addresses: {listing}.\n"
+        "Name the rendezvous by an address the others can reach, or set STRETTO_INTERFACE to one of these."
+    )
+
+
 def is_loopback(ip: str) -> bool:
     try:
         return ipaddress.ip_address(ip).is_loopback

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import multiprocessing
 import os
 import pickle
 import queue
-import select
 import signal
 import subprocess
 import sys
@@ -40,8 +40,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from stretto.errors import ConfigurationError, JobError, PeerLost, RendezvousError, WorkerFailed
-from stretto.job import hosts, launch_plan, secret
+from stretto.errors import BackwardFailed, ConfigurationError, FrameError, JobError, PeerLost, WireTimeout, WorkerFailed
+from stretto.job import coordinator_process, hosts, launch_plan, secret
+from stretto.job.detect import switch
 from stretto.job.launch_report import how_it_ended
 
 R = TypeVar("R")
@@ -90,10 +91,11 @@ def launch(
     work: Any = _packed(fn, args) if method == "spawn" else (fn, args)
     deadline = time.monotonic() + timeout_s
     job_secret = secret.generate()
-    with _coordinator(n, job_secret) as rendezvous, _guard() as guard:
+    encrypted = switch(os.environ, "STRETTO_ENCRYPT", default=False)
+    with _coordinator(n, job_secret, encrypted) as rendezvous, _guard() as guard:
         workers: list[_Worker] = []
         try:
-            for variables in _variables(n, rendezvous, job_secret):
+            for variables in _variables(n, rendezvous, job_secret, encrypted):
                 workers.append(_start(method, variables, work, guard))
                 os.write(guard, b"%d\n" % workers[-1].pid)
             results = _gather(workers, deadline, timeout_s)
@@ -111,8 +113,11 @@ def _check(fn: Callable[..., Any], n: int, timeout_s: float) -> None:
         )
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ConfigurationError(f"launch(fn, {n!r}): the number of workers is a whole number from 1 on, such as 2.")
-    if not timeout_s > 0:
-        raise ConfigurationError(f"launch(timeout_s={timeout_s!r}): a timeout is a positive number of seconds.")
+    if not 0 < timeout_s < math.inf:
+        raise ConfigurationError(
+            f"launch(timeout_s={timeout_s!r}): a timeout is a positive number of seconds; nothing in stretto waits for ever.\n"
+            f"Write for instance launch(..., timeout_s=3600)."
+        )
 
 
 def _fitting_method(fn: Callable[..., Any]) -> StartMethod:
@@ -149,11 +154,12 @@ def _name(fn: Callable[..., Any]) -> str:
     return str(getattr(fn, "__qualname__", fn))
 
 
-def _variables(n: int, rendezvous: tuple[str, int], job_secret: bytes) -> list[dict[str, str]]:
+def _variables(n: int, rendezvous: tuple[str, int], job_secret: bytes, encrypted: bool) -> list[dict[str, str]]:
     master_port = launch_plan.free_port()
-    threads = {"OMP_NUM_THREADS": "1"} if n > 1 and "OMP_NUM_THREADS" not in os.environ else {}
+    defaults = launch_plan.torch_defaults(n, launch_plan.gloo_interface(None, os.environ))
+    unset = {name: value for name, value in defaults.items() if name not in os.environ}
     return [
-        threads
+        unset
         | launch_plan.job_variables(
             rank=rank,
             world_size=n,
@@ -162,50 +168,33 @@ def _variables(n: int, rendezvous: tuple[str, int], job_secret: bytes) -> list[d
             rendezvous=rendezvous,
             master_port=master_port,
             secret=job_secret,
+            encrypt=encrypted,
         )
         for rank in range(n)
     ]
 
 
 @contextlib.contextmanager
-def _coordinator(n: int, job_secret: bytes) -> Iterator[tuple[str, int]]:
+def _coordinator(n: int, job_secret: bytes, encrypted: bool) -> Iterator[tuple[str, int]]:
     """A coordinator on the loopback address, for as long as the block lasts."""
-    ready, child_ready = os.pipe()
+    process, address = coordinator_process.start(
+        hosts.join_address(launch_plan.LOOPBACK, 0),
+        n,
+        job_secret,
+        os.environ,
+        encrypted=encrypted,
+        deadline=time.monotonic() + READY_S,
+        new_session=True,  # Ctrl-C is ours to hear
+    )
     try:
-        process = subprocess.Popen(
-            launch_plan.coordinator_argv((launch_plan.LOOPBACK, 0), n, child_ready, encrypted=False),
-            env=launch_plan.coordinator_environment(job_secret, os.environ),
-            pass_fds=[child_ready],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is ours to hear
-        )
+        yield hosts.split_address(address)
     finally:
-        os.close(child_ready)
-    try:
-        yield _listening(ready, process)
-    finally:
-        os.close(ready)
         process.terminate()
         try:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _listening(ready: int, process: subprocess.Popen[bytes]) -> tuple[str, int]:
-    answer = b""
-    deadline = time.monotonic() + READY_S
-    while not answer.endswith(b"\n"):
-        readable, _, _ = select.select([ready], [], [], max(0.0, deadline - time.monotonic()))
-        chunk = os.read(ready, 256) if readable else b""
-        if not chunk:
-            raise RendezvousError(
-                f"The coordinator (pid {process.pid}) does not listen on {launch_plan.LOOPBACK} after {READY_S:g} s; "
-                f"its own message is above.\nRun `stretto doctor` to check this machine."
-            )
-        answer += chunk
-    return hosts.split_address(answer.decode().strip())
 
 
 @contextlib.contextmanager
@@ -368,7 +357,7 @@ def _outcome(work: Any) -> _Outcome:
         return _Outcome(False, reason=f"it called sys.exit({exit_.code!r})", traceback=traceback.format_exc())
     except BaseException as problem:
         sys.last_value = problem  # as the interpreter does before it exits: what leaves at exit then leaves without a goodbye
-        accuses = isinstance(problem, PeerLost)
+        accuses = isinstance(problem, (PeerLost, WireTimeout, FrameError, BackwardFailed))
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
         return _Outcome(False, reason=reason, traceback=traceback.format_exc(), accuses_a_peer=accuses)
 

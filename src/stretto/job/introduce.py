@@ -47,6 +47,7 @@ from stretto.job.membership import (
     Table,
     Waiting,
     ranks_text,
+    what_to_do,
 )  # fmt: skip
 from stretto.job.settle import forget_secret, local_address, settle
 from stretto.job.zap import secure_client
@@ -113,6 +114,7 @@ class _Introduction:
         self.address = address
         self.connected = False
         self.missing: list[int] | None = None
+        self.refused = ""  # strangers that the coordinator turned away: perhaps the missing ones
         self.next_word = time.monotonic() + FIRST_WORD_S
 
     def run(self) -> list[Peer]:
@@ -134,12 +136,17 @@ class _Introduction:
         if isinstance(event, Refused):
             raise _ERRORS.get(event.kind, JobError)(event.reason)
         if isinstance(event, Waiting):
-            self.missing = event.missing
+            self._hear(event)
         elif event is None:
             if self.connected:
                 self.visit.send(Ask(self.launch.rank, self.token))
         elif isinstance(event, int):
             self._take_network(event)
+
+    def _hear(self, waiting: Waiting) -> None:
+        if waiting.refused and not self.refused:
+            self.next_word = time.monotonic()  # news: said at once
+        self.missing, self.refused = waiting.missing, waiting.refused
 
     def _take_network(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -181,7 +188,8 @@ class _Introduction:
         if not self.connected:
             log.warning("rank %d: waiting for the coordinator at %s", self.launch.rank, self.launch.rendezvous)
         elif self.missing:
-            log.warning("rank %d: waiting for %s", self.launch.rank, ranks_text(self.missing))
+            known = f"; {self.refused}" if self.refused else ""
+            log.warning("rank %d: waiting for %s%s", self.launch.rank, ranks_text(self.missing), known)
         else:
             log.warning("rank %d: all are here, waiting until every address has been seen to answer", self.launch.rank)
 
@@ -190,8 +198,7 @@ class _Introduction:
         if self.connected and self.missing:
             return JobError(
                 f"{ranks_text(self.missing).capitalize()} of {launch.world_size} did not join within "
-                f"{self.connect_s:g} s; rank {launch.rank} waited.\n"
-                "Read the output of the missing workers, or allow more time with STRETTO_TIMEOUT."
+                f"{self.connect_s:g} s; rank {launch.rank} waited.\n{what_to_do(self.refused)}"
             )
         if self.connected:
             return RendezvousError(

@@ -6,7 +6,8 @@
        └ ──SIGTERM, SIGHUP──▶ stopping: SIGTERM, 3 s, SIGKILL ─▶ done            128 + signal
 
 Bound: a failure ends all workers within `LAST_WORDS_S` + 3 s < 5 s. (`LAST_WORDS_S`: a worker that fails with `PeerLost`
-gives the peer it accuses a second to end by itself, so that the right one is blamed: see `launch_report`.)
+gives the peer it accuses a second to end by itself, so that the right one is blamed: see `launch_report`. A peer that does
+not is looked at before anybody is signalled.)
 Processes are started, signalled and never left behind by the keeper (see `keeper`); the coordinator is one of them.
 """
 
@@ -24,9 +25,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stretto.errors import ConfigurationError, JobError, RendezvousError
-from stretto.job import hosts, launch_plan
+from stretto.job import coordinator_process, hosts, launch_plan
 from stretto.job.launch_plan import RunPlan
-from stretto.job.launch_report import TAIL_BYTES, Failure, culprit, failure_block, how_it_ended
+from stretto.job.launch_report import (
+    TAIL_BYTES,
+    Failure,
+    Lost,
+    culprit,
+    failure_block,
+    how_it_ended,
+    lost_block,
+    what_it_does,
+)  # fmt: skip
 from stretto.job.output import STDERR, STDOUT, Lines, Screen, prefix_of, wants_colour
 from stretto.job.processes import Pipes, Processes, Report
 
@@ -110,6 +120,15 @@ class _Stop:
     killed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Silent:
+    """The lost worker, and what there was to see of it when it was blamed."""
+
+    lost: Lost
+    doing: str
+    stderr_tail: bytes
+
+
 class _NodeJob:
     def __init__(self, plan: RunPlan, environ: Mapping[str, str], noticed: Noticed) -> None:
         self.plan = plan
@@ -130,6 +149,8 @@ class _NodeJob:
         self.pids: dict[str, int] = {}
         self.num_stopped = 0
         self.failures: list[Failure] = []
+        self.ended: dict[str, int] = {}  # name -> code
+        self.blamed: Failure | _Silent | None = None
         self.last_words_until: float | None = None
         self.stop: _Stop | None = None
         self.keeper_gone = False
@@ -184,8 +205,10 @@ class _NodeJob:
     def _start_coordinator(self, bind: tuple[str, int]) -> tuple[str, int] | None:
         """Where it listens, as workers shall know it; None if we were told to stop meanwhile."""
         plan = self.plan
-        argv = launch_plan.coordinator_argv(bind, plan.world_size, self.ready_write, encrypted=plan.nodes > 1)
-        env = launch_plan.coordinator_environment(plan.secret, self.environ)
+        encrypted = launch_plan.encrypted(plan, self.environ)
+        address = hosts.join_address(*bind)
+        argv = coordinator_process.argv(address, plan.world_size, self.ready_write, encrypted=encrypted)
+        env = coordinator_process.environment(plan.secret, self.environ)
         self.processes.start(COORDINATOR, argv, env, self.pipes[COORDINATOR], keep=[self.ready_write])
         deadline = time.monotonic() + READY_S
         answer = b""
@@ -300,11 +323,10 @@ class _NodeJob:
         self._drain(report.name)
         if report.name == COORDINATOR:
             if code != 0 and self.stop is None and self.alive:
-                self._say(
-                    f"stretto: the coordinator {how_it_ended(code)}; workers that know each other go on without it"
-                )
+                self._say(f"stretto: the coordinator {how_it_ended(code)}; workers that know each other go on without it")
             return
         self.alive.discard(report.name)
+        self.ended[report.name] = code
         if self.stop is not None:
             self.num_stopped += 1
         elif code != 0:
@@ -317,6 +339,25 @@ class _NodeJob:
         if self.last_words_until is None:
             self.last_words_until = time.monotonic() + LAST_WORDS_S
 
+    def _blame(self) -> None:
+        """Now, before anybody is signalled: a stopped process would go on, one that hangs would be gone."""
+        blamed = culprit(self.failures)
+        if isinstance(blamed, Failure):
+            self.blamed = blamed
+            return
+        name = str(blamed.rank)
+        if name in self.names:
+            self._drain(name)
+        self.blamed = _Silent(blamed, self._what_it_did(blamed.rank), self.tails.get(name, b""))
+
+    def _what_it_did(self, rank: int) -> str:
+        name = str(rank)
+        if name not in self.names:
+            return f"It is a worker of node {rank // self.plan.workers}: read what the launcher there says about it."
+        if name in self.ended:
+            return f"Its process (pid {self.pids[name]}) had ended by then: it {how_it_ended(self.ended[name])}."
+        return f"Its process (pid {self.pids[name]}) was {what_it_does(self.pids[name])}."
+
     def _begin_stop(self, number: int, patience_s: float, exit_code: int | None) -> None:
         if self.stop is None:
             self.last_words_until = None
@@ -328,6 +369,7 @@ class _NodeJob:
         for stream in self.streams.values():
             self.screen.write(stream.target, stream.lines.overdue(now))
         if self.last_words_until is not None and now >= self.last_words_until:
+            self._blame()
             self._begin_stop(signal.SIGTERM, TERMINATE_S, None)
         if self.stop is not None and not self.stop.killed and now >= self.stop.kill_at:
             self.stop.killed = True
@@ -353,9 +395,19 @@ class _NodeJob:
             return self.stop.exit_code
         if not self.failures:
             return 0
-        failure = culprit(self.failures)
-        self._say(failure_block(failure, self.plan.world_size, self.num_stopped))
-        return failure.exit_code
+        if self.blamed is None:  # all ended by themselves, before the time for last words was over
+            self._blame()
+        return self._report()
+
+    def _report(self) -> int:
+        world_size, num_stopped = self.plan.world_size, self.num_stopped
+        if isinstance(self.blamed, _Silent):
+            silent = self.blamed
+            self._say(lost_block(silent.lost, world_size, num_stopped, silent.doing, silent.stderr_tail))
+            return silent.lost.exit_code
+        assert self.blamed is not None
+        self._say(failure_block(self.blamed, world_size, num_stopped))
+        return self.blamed.exit_code
 
     def _kill_groups(self) -> None:
         """Without a keeper: the kernel has killed the workers themselves, this ends the children they had."""

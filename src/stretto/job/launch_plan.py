@@ -9,7 +9,8 @@ rank 0) gets p+1.
 
 from __future__ import annotations
 
-import os
+import contextlib
+import math
 import socket
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from stretto.errors import ConfigurationError, RendezvousError, SecretError
 from stretto.job import hosts, secret
+from stretto.job.detect import switch
 
 LOOPBACK = "127.0.0.1"
 
@@ -32,6 +34,7 @@ class RunPlan:
     node: int = 0
     rendezvous: tuple[str, int] | None = None  # None: one node, loopback, any free port
     secret: bytes
+    encrypt: bool | None = None  # None: STRETTO_ENCRYPT, or by the number of nodes
     timeout_s: float | None = None
     prefix: bool = True
     trace: Path | None = None  # the folder, absolute: workers may change theirs
@@ -57,6 +60,7 @@ def make_plan(
     timeout_s: float | None,
     prefix: bool,
     trace: Path | None = None,
+    encrypt: bool | None = None,
 ) -> RunPlan:
     """Check every value of the command line and put them together."""
     if not module:
@@ -69,6 +73,7 @@ def make_plan(
         node=node or 0,
         rendezvous=meeting_place(nodes, rendezvous),
         secret=job_secret(nodes, secret_file),
+        encrypt=encrypt,
         timeout_s=timeout_s,
         prefix=prefix,
         trace=None if trace is None else trace_folder(trace),
@@ -84,8 +89,7 @@ def check_script(target: str) -> None:
     else:
         why = f"there is no such file in {Path.cwd()}"
     raise ConfigurationError(
-        f"stretto run {target}: {why}.\n"
-        f"Give the path of a Python script, or a module: stretto run -n 2 -m package.module"
+        f"stretto run {target}: {why}.\nGive the path of a Python script, or a module: stretto run -n 2 -m package.module"
     )
 
 
@@ -105,9 +109,10 @@ def check_counts(workers: int, nodes: int, node: int | None, timeout_s: float | 
             f"--node {node} with --nodes {nodes}: nodes are counted from 0, so this one does not exist.\n"
             f"Use --node 0 to --node {nodes - 1}, or a larger --nodes."
         )
-    if timeout_s is not None and not timeout_s > 0:
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ConfigurationError(
-            f"--timeout {timeout_s:g}: a timeout is a positive number of seconds, such as --timeout 60."
+            f"--timeout {timeout_s:g}: a timeout is a positive number of seconds, and nothing in stretto waits for ever.\n"
+            f"Write for instance --timeout 60; for a very long wait, --timeout 1e6."
         )
 
 
@@ -231,13 +236,40 @@ def worker_environment(
         rendezvous=rendezvous,
         master_port=master_port,
         secret=plan.secret,
+        encrypt=encrypted(plan, environ),
         timeout_s=plan.timeout_s,
     )
-    if plan.workers > 1 and "OMP_NUM_THREADS" not in environ:
-        own["OMP_NUM_THREADS"] = "1"  # N workers with a thread per core each would fight over the cores
     if plan.trace is not None:
         own["STRETTO_TRACE"] = str(plan.trace)
-    return {**environ, **own}
+    interface = gloo_interface(None if plan.nodes == 1 else rendezvous, environ)
+    return {**torch_defaults(plan.workers, interface), **environ, **own}
+
+
+def encrypted(plan: RunPlan, environ: Mapping[str, str]) -> bool:
+    """The command line's word, else STRETTO_ENCRYPT, else: between machines."""
+    if plan.encrypt is not None:
+        return plan.encrypt
+    return switch(environ, "STRETTO_ENCRYPT", default=plan.nodes > 1)
+
+
+def torch_defaults(workers: int, interface: str | None) -> dict[str, str]:
+    """What torch should find unless the user has said otherwise."""
+    defaults = {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
+    if workers > 1:
+        defaults["OMP_NUM_THREADS"] = "1"  # N workers with a thread per core each would fight over the cores
+    return defaults
+
+
+def gloo_interface(rendezvous: tuple[str, int] | None, environ: Mapping[str, str]) -> str | None:
+    """Where gloo should listen, which would otherwise ask for the address of this host's name, often a useless one.
+
+    Without a rendezvous (one machine): the loopback interface. None if there is no route: the workers will say why.
+    """
+    with contextlib.suppress(RendezvousError):
+        if environ.get("STRETTO_INTERFACE"):
+            return hosts.interface_of(hosts.address_of(environ["STRETTO_INTERFACE"]))
+        return hosts.interface_of(LOOPBACK if rendezvous is None else hosts.address_for_others(*rendezvous))
+    return None
 
 
 def job_variables(
@@ -249,6 +281,7 @@ def job_variables(
     rendezvous: tuple[str, int],
     master_port: int,
     secret: bytes,
+    encrypt: bool,
     timeout_s: float | None = None,
 ) -> dict[str, str]:
     """The variables that tell a worker its place: ours (read by `detect`) and the ones torch reads."""
@@ -263,27 +296,10 @@ def job_variables(
     variables |= {
         "STRETTO_RENDEZVOUS": hosts.join_address(*rendezvous),
         "STRETTO_SECRET": secret.hex(),
-        "STRETTO_ENCRYPT": "on" if local_world_size != world_size else "off",
+        "STRETTO_ENCRYPT": "on" if encrypt else "off",
         "MASTER_ADDR": rendezvous[0],
         "MASTER_PORT": str(master_port),
     }
     if timeout_s is not None:
         variables["STRETTO_TIMEOUT"] = f"{timeout_s:g}"
     return variables
-
-
-def coordinator_argv(bind: tuple[str, int], world_size: int, ready_fd: int, encrypted: bool) -> list[str]:
-    return [
-        sys.executable, "-m", "stretto.job.coordinator",
-        "--bind", hosts.join_address(*bind),
-        "--world-size", str(world_size),
-        "--ready-fd", str(ready_fd),
-        "--encrypted" if encrypted else "--plain",
-    ]  # fmt: skip
-
-
-def coordinator_environment(job_secret: bytes, environ: Mapping[str, str]) -> dict[str, str]:
-    """As ours, with the secret, and able to import stretto even if we were found through an edited `sys.path`."""
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, [environ.get("PYTHONPATH")])]
-    return {**environ, "STRETTO_SECRET": job_secret.hex(), "PYTHONPATH": os.pathsep.join(paths)}

@@ -70,6 +70,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave", forbid_unknown_fields=True
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
     missing: list[int]
+    refused: str = ""  # who was turned away meanwhile: perhaps one of the missing, with another secret
 
 
 class Table(msgspec.Struct, frozen=True, tag="table"):
@@ -99,6 +100,19 @@ class Check:
 
 
 Action = Send | Check
+
+
+class Why(enum.Enum):
+    """What somebody who was turned away at the door had done wrong."""
+
+    SECRET = "did not know the job secret"
+    PLAIN = "did not encrypt, as this job does"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    why: Why
+    address: str
 
 
 class Phase(enum.Enum):
@@ -131,6 +145,7 @@ class Membership:
         self._failure = Refused("job", "")
         self._failed_at = 0.0
         self._told: set[int] = set()  # ranks that know of the failure
+        self._refused: dict[Why, tuple[int, str]] = {}  # how many, and the last one's address
 
     # Events
 
@@ -187,6 +202,12 @@ class Membership:
             return []
         return self._fail("unreachable", self._unreachable_text(member.join, why), now)
 
+    def refused(self, refusal: Refusal) -> int:
+        """Somebody was turned away at the door; how many were, for that reason. Workers that wait hear of it when they ask."""
+        count, _ = self._refused.get(refusal.why, (0, ""))
+        self._refused[refusal.why] = (count + 1, refusal.address)
+        return count + 1
+
     def tick(self, now: float) -> list[Action]:
         if self.phase is not Phase.FORMING or all(now < member.deadline for member in self._members.values()):
             return []
@@ -203,9 +224,7 @@ class Membership:
         return self._fail(
             "job",
             f"{ranks_text(self.missing).capitalize()} of {self.world_size} did not join within {waited:.0f} s; "
-            f"{ranks_text(sorted(self._members))} waited.\n"
-            "Read the output of the missing workers: they may have failed, be on a machine that was not started, or "
-            "be unable to reach the rendezvous. Allow more time with STRETTO_TIMEOUT.",
+            f"{ranks_text(sorted(self._members))} waited.\n{what_to_do(self.refusals)}",
             now,
         )
 
@@ -214,6 +233,15 @@ class Membership:
     @property
     def missing(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in self._members]
+
+    @property
+    def refusals(self) -> str:
+        """How many were turned away at the door, why, and the last one's address; empty if nobody was."""
+        return "; ".join(
+            f"{count} connection attempt{'s were' if count > 1 else ' was'} refused because "
+            f"{'they' if count > 1 else 'it'} {why.value} (last from {address})"
+            for why, (count, address) in self._refused.items()
+        )
 
     @property
     def failure(self) -> str | None:
@@ -240,7 +268,7 @@ class Membership:
                 "job are on different hosts"
             )
             return self._fail("unreachable", self._unreachable_text(stranded, why), now)
-        return [Send(member.sender, Waiting(self.missing)), Check(message.rank, message.token, message.address)]
+        return [Send(member.sender, self._waiting()), Check(message.rank, message.token, message.address)]
 
     def _fail(self, kind: str, reason: str, now: float) -> list[Action]:
         self.phase = Phase.FAILED
@@ -255,7 +283,10 @@ class Membership:
             return [Send(member.sender, self._table())]
         if self.phase is Phase.FAILED:
             return [Send(member.sender, self._failure)]
-        return [Send(member.sender, Waiting(self.missing))]
+        return [Send(member.sender, self._waiting())]
+
+    def _waiting(self) -> Waiting:
+        return Waiting(self.missing, self.refusals)
 
     def _table(self) -> Table:
         joins = [self._members[rank].join for rank in range(self.world_size)]
@@ -281,9 +312,7 @@ class Membership:
                 "Check --node and -n, or the variables your launcher sets.",
             )
         if not 0 < message.patience_s < 1e6:
-            return Refused(
-                "configuration", f"{who} wants to wait {message.patience_s} s: give a positive time below 1e6 s."
-            )
+            return Refused("configuration", f"{who} wants to wait {message.patience_s} s: give a positive time below 1e6 s.")
         return _problem_with_address(who, message.address)
 
     def _stranded_on_loopback(self) -> Join | None:
@@ -326,6 +355,20 @@ def _rank_taken(message: Join, member: _Member) -> Refused:
         f"{host_name(message.host)}) asks for the same rank.\n"
         "Give each worker its own rank (check --node on each machine), and call stretto.init() once per process, not "
         "in subprocesses that inherit its environment.",
+    )
+
+
+def what_to_do(refusals: str) -> str:
+    """About workers that did not come, given who was turned away."""
+    if refusals:
+        return (
+            f"{refusals}.\n"
+            "Give every machine of the job the same secret (--secret-file, STRETTO_SECRET or STRETTO_SECRET_FILE) and the same "
+            "STRETTO_ENCRYPT, and each job a rendezvous port of its own."
+        )
+    return (
+        "Read the output of the missing workers: they may have failed, be on a machine that was not started, or "
+        "be unable to reach the rendezvous. Allow more time with STRETTO_TIMEOUT."
     )
 
 

@@ -68,9 +68,7 @@ class Processes:
     def keeper_pid(self) -> int:
         return self._keeper.pid
 
-    def start(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str], pipes: Pipes, keep: Sequence[int] = ()
-    ) -> None:
+    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], pipes: Pipes, keep: Sequence[int] = ()) -> None:
         self._command(do="start", name=name, argv=list(argv), env=dict(env), stdio=pipes.child, keep=list(keep))
 
     def signal(self, number: int, names: Sequence[str]) -> None:

@@ -83,9 +83,7 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
 def hkdf(key: bytes, *, salt: bytes, info: bytes, length: int) -> bytes:
     """HKDF-SHA256 of RFC 5869: at most 255 * 32 bytes."""
     if not 0 < length <= 255 * 32:
-        raise ValueError(
-            f"hkdf(length={length}): HKDF-SHA256 gives 1 to {255 * 32} bytes; ask for a length in that range"
-        )
+        raise ValueError(f"hkdf(length={length}): HKDF-SHA256 gives 1 to {255 * 32} bytes; ask for a length in that range")
     pseudorandom_key = hmac.digest(salt or bytes(32), key, hashlib.sha256)
     output = block = b""
     for counter in range(1, -(-length // 32) + 1):

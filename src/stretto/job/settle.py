@@ -21,10 +21,8 @@ import hashlib
 import json
 import logging
 import os
-import select
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,16 +32,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stretto.errors import JobError, RendezvousError, SecretError
+from stretto.job import coordinator_process
 from stretto.job import secret as secrets
 from stretto.job.coordinator import why_unreachable
 from stretto.job.detect import Launch
 from stretto.job.hosts import (
+    address_for_others,
     address_of,
     interface_of,
-    interfaces,
-    is_loopback,
     join_address,
-    route_towards,
     split_address,
 )
 from stretto.job.membership import ranks_text
@@ -88,20 +85,7 @@ def _address_for_others(launch: Launch) -> str:
             f"rank {launch.rank} of {launch.world_size} does not know the rendezvous yet, so it cannot choose an "
             "address. Call settle(launch, timeouts) first."
         )
-    ip = route_towards(*split_address(where))
-    if not is_loopback(ip):
-        return ip
-    # The rendezvous is this very host under a loopback name (127.0.1.1 in /etc/hosts is common): others need a real
-    # one.
-    candidates = [address for _, address in interfaces() if not is_loopback(address)]
-    if len(candidates) == 1:
-        return candidates[0]
-    listing = ", ".join(f"{name} ({address})" for name, address in interfaces() if not is_loopback(address)) or "none"
-    raise RendezvousError(
-        f"The rendezvous {where} is a loopback address here, but the job's workers are on several hosts, which cannot "
-        f"reach it. This host's other addresses: {listing}.\n"
-        "Name the rendezvous by an address the others can reach, or set STRETTO_INTERFACE to one of these."
-    )
+    return address_for_others(*split_address(where))
 
 
 # Slurm and MPI
@@ -110,9 +94,7 @@ def _address_for_others(launch: Launch) -> str:
 def _at_known_address(launch: Launch, timeouts: Timeouts) -> Launch:
     deadline = time.monotonic() + timeouts.connect_s
     if launch.rendezvous is None:
-        raise JobError(
-            f"{launch.launcher}: a job of {launch.world_size} without a rendezvous; build Launch with detect()."
-        )
+        raise JobError(f"{launch.launcher}: a job of {launch.world_size} without a rendezvous; build Launch with detect().")
     host, port = split_address(launch.rendezvous)
     secret = launch.secret
     if launch.rank == 0:
@@ -276,53 +258,14 @@ def _poll(attempt: Callable[[], T | None], deadline: float) -> T | None:
 
 def start_coordinator(bind: str, world_size: int, secret: bytes, encrypted: bool, deadline: float) -> str:
     """Start the coordinator as a child of this process and return the address at which it listens."""
-    ready, told = os.pipe()
-    try:
-        process = subprocess.Popen(
-            _command(bind, world_size, encrypted, told),
-            env=os.environ | {"STRETTO_SECRET": secret.hex(), "PYTHONSAFEPATH": "1"},
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=[told],
-        )
-    finally:
-        os.close(told)
-    try:
-        address = _first_line(ready, deadline)
-    finally:
-        os.close(ready)
-    if not address:
-        process.kill()
-        _, complaint = process.communicate()
-        reason = complaint.decode(errors="replace").strip() or "it did not start in time"
-        raise RendezvousError(f"The coordinator cannot be started at {bind}: {reason}")
+    # Linux sends the death signal when the *thread* that made the child ends; other threads rely on the child's own look.
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+    process, address = coordinator_process.start(
+        bind, world_size, secret, os.environ, encrypted=encrypted, deadline=deadline, parent=parent, stderr=subprocess.PIPE
+    )
     # Whoever waits for a child keeps it from becoming a zombie; the thread also passes on what the child has to say.
     threading.Thread(target=_attend, args=(process,), name="stretto-coordinator", daemon=True).start()
     return address
-
-
-def _command(bind: str, world_size: int, encrypted: bool, told: int) -> list[str]:
-    command = [
-        sys.executable, "-m", "stretto.job.coordinator", "--bind", bind, "--world-size", str(world_size),
-        "--ready-fd", str(told), "--encrypted" if encrypted else "--plain",
-    ]  # fmt: skip
-    if threading.current_thread() is threading.main_thread():
-        # Linux sends the death signal when the *thread* that made the child ends; other threads rely on the child's own
-        # look.
-        command += ["--die-with-parent", str(os.getpid())]
-    return command
-
-
-def _first_line(ready: int, deadline: float) -> str:
-    text = b""
-    while not text.endswith(b"\n"):
-        if not select.select([ready], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            return ""
-        chunk = os.read(ready, 256)
-        if not chunk:
-            return ""
-        text += chunk
-    return text.decode().strip()
 
 
 def _attend(process: subprocess.Popen[bytes]) -> None:

@@ -59,10 +59,9 @@ def secure_client(socket: zmq.Socket[Any], secret: bytes, encrypted: bool) -> No
 class ZapHandler:
     """Answers ZeroMQ's question "may this one connect?" for every secured server socket of one context."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], *, secret: bytes, encrypted: bool, domain: str = DOMAIN
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, secret: bytes, encrypted: bool, domain: str = DOMAIN) -> None:
         self.refused = 0
+        self.last_refused = ""  # the address it came from
         self.accepted = 0
         self._domain = domain.encode()
         self._mechanism = b"CURVE" if encrypted else b"PLAIN"
@@ -102,13 +101,13 @@ class ZapHandler:
 
     def _note_refusal(self, frames: list[bytes]) -> None:
         self.refused += 1
+        self.last_refused = frames[3].decode("ascii", "replace") if len(frames) > 3 else "an unknown address"
         now = time.monotonic()
         if now < self._next_log:
             return
         self._next_log = now + LOG_EVERY_S
-        address = frames[3].decode("ascii", "replace") if len(frames) > 3 else "an unknown address"
         log.warning(
-            "refused a stranger from %s: it does not know the job secret (%d refused so far)", address, self.refused
+            "refused a stranger from %s: it does not know the job secret (%d refused so far)", self.last_refused, self.refused
         )
 
 

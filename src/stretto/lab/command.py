@@ -8,22 +8,23 @@ The first word decides: `cut`, `restore` and `rate` speak to a running lab, anyt
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Annotated
 
 import typer
 
+from stretto.job.detect import switch
+from stretto.job.ledger_file import Ledger
 from stretto.job.output import STDOUT, Lines, Screen, prefix_of, wants_colour
 from stretto.lab import control, messages
 from stretto.lab.lab import Job, Lab
-from stretto.lab.ledger import Ledger, Traffic, excess
+from stretto.lab.ledger import Traffic, excess, warning
 from stretto.lab.rates import describe_rate, parse_rate
 from stretto.lab.slow import parse_slow
 
@@ -37,20 +38,22 @@ HostArgument = Annotated[int, typer.Argument(metavar="HOST", help="Which host, c
 NameOption = Annotated[str | None, typer.Option("--name", help="Which lab, when several are running.")]
 
 
-def app(args: list[str] | None = None, prog_name: str = "stretto lab") -> None:
-    """The command line behind `stretto lab`. Ends the process as any command does, by `SystemExit`."""
-    words = sys.argv[1:] if args is None else args
-    speaks_to_running = bool(words) and words[0] in ("cut", "restore", "rate")
-    (_links if speaks_to_running else _hosts)(args=words, prog_name=prog_name)
+def app(args: list[str], prog_name: str, obj: Mapping[str, str]) -> None:
+    """The command line behind `stretto lab`, in the environment `obj`. Ends the process as any command does, by `SystemExit`."""
+    speaks_to_running = bool(args) and args[0] in ("cut", "restore", "rate")
+    (_links if speaks_to_running else _hosts)(args=args, prog_name=prog_name, obj=obj)
 
 
 @_hosts.command(context_settings={"allow_interspersed_args": False})
 def lab(
+    context: typer.Context,
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARGS]...", help="Runs once on every host.")],
     hosts: Annotated[int, typer.Option(help="How many virtual hosts.")] = 2,
     rate: Annotated[str | None, typer.Option(help="Speed of links, both ways: 1gbit, 100mbit. Default: full.")] = None,
     slow: Annotated[list[str] | None, typer.Option(help="1=4x: host 1 runs 4 times slower. May be repeated.")] = None,
-    encrypt: Annotated[bool, typer.Option("--encrypt", help="Encrypt stretto's wire, as between real hosts.")] = False,
+    encrypt: Annotated[
+        bool | None, typer.Option("--encrypt/--no-encrypt", help="Encrypt stretto's wire, as between real hosts. Default: no.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="For stretto lab cut --name, when several labs run.")] = None,
 ) -> None:
     """Run a command on virtual hosts joined by a network of a given speed.
@@ -58,9 +61,11 @@ def lab(
     While it runs, from another terminal: stretto lab cut HOST, stretto lab restore HOST, stretto lab rate HOST RATE.
     """
     factors = dict(parse_slow(text) for text in slow or [])
-    with _signals_raise(), Lab(hosts, rate, slow=factors, encrypt=encrypt, name=name) as made:
+    environ: Mapping[str, str] = context.obj
+    asked = switch(environ, "STRETTO_ENCRYPT", default=False) if encrypt is None else encrypt
+    with _signals_raise(), Lab(hosts, rate, slow=factors, encrypt=asked, name=name, environ=environ) as made:
         _say(_greeting(made, rate, factors))
-        code = _run(made, command)
+        code = _run(made, command, _HostOutput(made.hosts, colour=wants_colour(sys.stdout, environ)))
     raise typer.Exit(code)
 
 
@@ -86,9 +91,8 @@ def set_rate(
     control.ask(name, messages.SetRate(host, None if rate == "full" else parse_rate(rate)))
 
 
-def _run(made: Lab, command: list[str]) -> int:
+def _run(made: Lab, command: list[str], output: _HostOutput) -> int:
     """Run to the end; the exit code of the host that failed first."""
-    output = _HostOutput(made.hosts)
     before = made.counters()
     job = made.start(command, sink=output)
     try:
@@ -135,8 +139,7 @@ def _signals_raise() -> Iterator[None]:
 class _HostOutput:
     """What hosts write, as whole lines with the host in front; fed by the lab's thread, timed by the main one."""
 
-    def __init__(self, hosts: int) -> None:
-        colour = wants_colour(sys.stdout, os.environ)
+    def __init__(self, hosts: int, *, colour: bool) -> None:
         width = len(f"host {hosts - 1}")
         self._lines = [Lines(prefix_of(f"host {host}", width, host if colour else None)) for host in range(hosts)]
         self._lock = threading.Lock()
@@ -198,9 +201,19 @@ def _report(job: Job, traffic: list[Traffic], code: int) -> None:
     for host, (each, ledger) in enumerate(zip(traffic, ledgers, strict=True)):
         table.add_row(str(host), f"{each.sent:,}", f"{each.received:,}", *_counted(each, ledger))
     Console(stderr=True).print(table)
+    if code == 0:  # of a job that was broken off, what was queued may not have been sent
+        for said in _warnings(traffic, ledgers):
+            _say(f"stretto lab: warning: {said}")
     if job.first_failure is not None:
         how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
         _say(f"stretto lab: host {job.first_failure} failed first ({how}); the others were ended.")
+
+
+def _warnings(traffic: list[Traffic], ledgers: list[Ledger | None]) -> Iterator[str]:
+    for host, (each, ledger) in enumerate(zip(traffic, ledgers, strict=True)):
+        said = None if ledger is None else warning(host, each, ledger)
+        if said is not None:
+            yield said
 
 
 def _counted(traffic: Traffic, ledger: Ledger | None) -> list[str]:

@@ -19,17 +19,19 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 from stretto.errors import ConfigurationError, JobError
+from stretto.job import coordinator_process
+from stretto.job.detect import own_environment
+from stretto.job.ledger_file import Ledger, read_ledger
 from stretto.lab import messages
 from stretto.lab.control import Place
 from stretto.lab.environment import Run, host_environment
-from stretto.lab.ledger import Ledger, Traffic, read_ledger
+from stretto.lab.ledger import Traffic
 from stretto.lab.link import Link, Process, Sink
 from stretto.lab.network import MAX_HOSTS, address
 from stretto.lab.rates import parse_rate
@@ -72,7 +74,7 @@ class Lab:
         _check_pyroute2()
         self.hosts = hosts
         self.encrypt = encrypt
-        self._environ = dict(os.environ if environ is None else environ)
+        self._environ = own_environment() if environ is None else dict(environ)
         setup = messages.Setup([parse_rate(rate)] * hosts, _factors(hosts, slow or {}))
         self._jobs = 0
         self._place = Place(name)
@@ -100,7 +102,7 @@ class Lab:
         with theirs:
             warden = subprocess.Popen(
                 command,
-                env=_importing_stretto(self._environ),
+                env=coordinator_process.importing_stretto(self._environ),
                 cwd="/",  # -m puts it first on the import path: nothing there hides a module
                 pass_fds=[*descriptors.values(), self._place.lock],  # the lock is held as long as the warden lives
                 stdin=subprocess.DEVNULL,
@@ -183,33 +185,19 @@ class Lab:
 
     def _start_coordinator(self, secret: str) -> tuple[Process, str]:
         reading, writing = os.pipe()
-        argv = [sys.executable, "-m", "stretto.job.coordinator", "--bind", f"{address(0)}:0"]
-        argv += ["--world-size", str(self.hosts), "--ready-fd", "3", "--encrypted" if self.encrypt else "--plain"]
-        environment = _importing_stretto(self._environ) | {"STRETTO_SECRET": secret}
+        argv = coordinator_process.argv(f"{address(0)}:0", self.hosts, 3, encrypted=self.encrypt)
+        environment = coordinator_process.environment(bytes.fromhex(secret), self._environ)
         try:
             process = self._spawn(0, argv, environment, directory="/", extra=[writing], service=True)
         finally:
             os.close(writing)
         with open(reading):
-            os.set_blocking(reading, False)
-            return process, self._read_rendezvous(process, reading)
-
-    def _read_rendezvous(self, process: Process, reading: int) -> str:
-        text = b""
-
-        def arrived() -> bool:
-            nonlocal text
-            with suppress(BlockingIOError):
-                text += os.read(reading, 256)
-            return text.endswith(b"\n") or process.finished
-
-        deadline = time.monotonic() + _READY_S
-        while not arrived() and time.monotonic() < deadline:
-            self._link.wait_for(lambda: process.finished, 0.01)
-        if not text.endswith(b"\n"):
+            rendezvous = coordinator_process.read_address(reading, time.monotonic() + _READY_S)
+        if rendezvous is None:
             process.kill()
+            self._link.wait_for(lambda: process.finished, _KILL_S)
             raise JobError(f"the coordinator did not start on host 0 within {_READY_S:g} s. It said:\n{process.output}")
-        return text.decode().strip()
+        return process, rendezvous
 
     def _spawn(
         self,
@@ -381,10 +369,3 @@ def _factors(hosts: int, slow: Mapping[int, float]) -> list[float]:
                 f"slow={dict(slow)} names host {host}, but the lab has hosts 0 to {hosts - 1}. Name one of those."
             )
     return [float(slow.get(host, 1.0)) for host in range(hosts)]
-
-
-def _importing_stretto(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for our own helper processes: they import this very stretto, whatever their directory."""
-    root = str(Path(__file__).resolve().parents[2])
-    inherited = [os.path.abspath(each) for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-    return dict(environ) | {"PYTHONPATH": os.pathsep.join([root, *inherited])}

@@ -6,17 +6,20 @@ acknowledgements, heartbeats, the introduction by the coordinator. Those are a f
 
     interface / ledger - 1
 
-beyond 5 % says that one of the two counts is wrong, or that the job sent next to nothing.
+beyond 5 % says that one of the two counts is wrong, that something else was sent, or that the job sent next to nothing;
+jobs of less than a megabyte are not judged. A host that receives far more than it sends is allowed the acknowledgements of
+the surplus, at most 66 bytes for two full frames.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
+from stretto.job.ledger_file import Ledger
 
-_MAX_BYTES = 4096
+MAX_EXCESS = 0.05
+MIN_BYTES = 1_000_000
+ACKNOWLEDGEMENTS = 66 / (2 * 1448)
 
 
 class Traffic(NamedTuple):
@@ -29,26 +32,20 @@ class Traffic(NamedTuple):
         return Traffic(self.sent - before.sent, self.received - before.received)
 
 
-class Ledger(msgspec.Struct, frozen=True):
-    """What one worker's wire counted."""
-
-    bytes_sent: int
-
-
-def write_ledger(path: str, bytes_sent: int) -> None:
-    """For the worker's side: leave the count where STRETTO_LEDGER says."""
-    Path(path).write_bytes(msgspec.json.encode(Ledger(bytes_sent)))
-
-
-def read_ledger(path: Path) -> Ledger | None:
-    """None when the worker left no (valid) count: it was killed, or does not use stretto."""
-    try:
-        with path.open("rb") as file:
-            return msgspec.json.decode(file.read(_MAX_BYTES), type=Ledger)
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
 def excess(traffic: Traffic, ledger: Ledger) -> float:
     """By which share the interface sent more than the ledger says (negative: less)."""
     return traffic.sent / ledger.bytes_sent - 1 if ledger.bytes_sent else float("inf")
+
+
+def warning(host: int, traffic: Traffic, ledger: Ledger) -> str | None:
+    """What to say when the two counts are too far apart to be explained by headers."""
+    acknowledgements = ACKNOWLEDGEMENTS * max(0, traffic.received - traffic.sent)
+    payload = traffic._replace(sent=traffic.sent - int(acknowledgements))
+    over, under = excess(payload, ledger), excess(traffic, ledger)
+    if max(traffic.sent, ledger.bytes_sent) < MIN_BYTES or (over <= MAX_EXCESS and under >= -MAX_EXCESS):
+        return None
+    return (
+        f"host {host} sent {traffic.sent:,} bytes through its interface, but stretto's wire counted {ledger.bytes_sent:,} "
+        f"({under:+.1%}, more than {MAX_EXCESS:.0%} apart): the command sent something else too, a link was cut or overfull and "
+        f"packets were sent again, or one of the counts is wrong."
+    )

@@ -1,8 +1,8 @@
 """Which all-reduce for which size: predicted for every algorithm, then tried out for the best of them.
 
 1. `costs.predict` with measured alpha, beta and gamma ranks the whole catalogue for a size.
-2. For the sizes at which a trial is cheap (`TRIAL_S`), the best `FINALISTS` of the ranking run for real and the fastest wins: the model
-   knows nothing of caches, of threads that share a processor, or of what a copy costs.
+2. For the sizes at which a trial is cheap (`TRIAL_S`), the best `FINALISTS` of the ranking run for real and the fastest
+   wins: the model knows nothing of caches, of threads that share a processor, or of what a copy costs.
 3. Between the sizes tried the nearest one decides; above them all, the prediction (there the bytes decide, and it knows those).
 
 Rank 0 decides and tells the others: ranks that chose for themselves might choose differently, and hang. The choice is a

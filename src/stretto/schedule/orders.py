@@ -1,8 +1,8 @@
 """In which order gradients travel, and how many at a time.
 
     AfterBackward()    all of them, in one go, when backward has ended: no overlap. The naive one, to compare with.
-    WaitFree()         each parameter as soon as its gradient is there (wait-free backpropagation, WFBP). Best overlap, one message
-                       start-up per parameter.
+    WaitFree()         each parameter as soon as its gradient is there (wait-free backpropagation, WFBP). Best overlap,
+                       one message start-up per parameter.
     Buckets(bytes)     parameters gathered into buckets of about `bytes` in the reverse order of registration, each sent
                        when its last gradient is there; the first one small, so that sending begins early (as DDP does).
 

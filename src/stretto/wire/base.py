@@ -13,8 +13,9 @@ or copies them into a tensor with no buffer in between.
 `post`/`listen` carry small control messages (a few kilobytes at most): the state machines of the protocols above live on them.
 
 Errors. A peer's failure never raises out of `progress`: every handle that waits for that peer ends with
-`handle.error = PeerLost(rank)`, `wire.lost[rank]` says why, and `on_lost` callbacks are told. A message whose size or dtype is not
-the one the receiver asked for ends the receiving handle with `FrameError`; garbage from a peer makes that peer lost.
+`handle.error = PeerLost(rank)`, `wire.lost[rank]` says why, and `on_lost` callbacks are told. A message whose size or
+dtype is not the one the receiver asked for ends the receiving handle with `FrameError`; garbage from a peer makes that
+peer lost.
 
 Time is `wire.now()`: the machine's monotonic clock, or a virtual one. All deadlines above a wire are reckoned with it.
 """
@@ -33,7 +34,8 @@ class Tag(NamedTuple):
 
     channel: int  # 0 .. 2**32-1: 0 is the job's own; each engine has one
     sequence: int  # 0 .. 2**32-1: the collective
-    index: int  # 0 .. 2**32-1: the message, counted per (sender, receiver)
+    # 0 .. 2**32-1: the message, counted per (sender, receiver)
+    index: int  # type: ignore[assignment]  # tuple has a method of that name, which nobody needs here
     digest: int = 0  # 0 .. 2**32-1: of what the sender believes it is doing. Not part of the name: a message that meets a
     # receive with another digest ends it with `DigestMismatch`
 
@@ -73,7 +75,7 @@ LostListener = Callable[[PeerLost], None]
 
 
 class Wire(ABC):
-    """See the module's text. Implementations: `zeromq`, `torch_group`, `threads`."""
+    """See the module's text. Implementations: `tcp`, `zeromq`, `torch_group`, `threads`, `virtual`."""
 
     segment_bytes: int = 2 << 20  # the message length that suits this wire best, for tensors that have to be cut
     rank: int
@@ -97,16 +99,25 @@ class Wire(ABC):
         on_done: Callable[[Handle], None] | None = None,
         into: memoryview | None = None,
     ) -> Handle:
-        """Ask for one message. It may have arrived already: then `consume` runs before `recv` returns. `into` is where `consume`
-        would copy the bytes, if copying is all that it does: a wire that can reads straight into it and does not call `consume`."""
+        """Ask for one message. It may have arrived already: then `consume` runs before `recv` returns.
+
+        `into` is where `consume` would copy the bytes, if copying is all that it does: a wire that can reads straight into
+        it and does not call `consume`.
+        """
 
     @abstractmethod
     def post(self, to: int, topic: int, body: bytes) -> None:
-        """Send a small control message. Topics 0-15 belong to the wire. Ordered with earlier posts to the same peer. To a lost peer: dropped."""
+        """Send a small control message. Topics 0-15 belong to the wire. To a lost peer: dropped.
+
+        It is ordered with earlier posts to the same peer.
+        """
 
     @abstractmethod
     def listen(self, topic: int, listener: Listener) -> None:
-        """Call `listener(source, body)` from `progress` for every control message of that topic. One listener a topic; earlier arrivals are kept for it."""
+        """Call `listener(source, body)` from `progress` for every control message of that topic.
+
+        One listener a topic; earlier arrivals are kept for it.
+        """
 
     @abstractmethod
     def on_lost(self, listener: LostListener) -> None:

@@ -1,10 +1,11 @@
 """Tensors between workers of one host, through a mapped file.
 
-For each ordered pair of ranks that exchanges large messages the sender makes one file of `num_slots` slots and offers it by a control
-message. The file never has a name (O_TMPFILE): the receiver opens it through the sender's /proc/PID/fd, and after that it exists only as
-memory of the two processes and cannot outlive them, whatever happens to them. (Where the file system cannot do that it gets a name,
-which is unlinked as soon as the receiver has answered.) It is 0600 and allocated in full, so that a full file system is an error at
-creation (and a fallback to sockets) instead of a SIGBUS in the middle of a step.
+For each ordered pair of ranks that exchanges large messages the sender makes one file of `num_slots` slots and offers it
+by a control message. The file never has a name (O_TMPFILE): the receiver opens it through the sender's /proc/PID/fd, and
+after that it exists only as memory of the two processes and cannot outlive them, whatever happens to them. (Where the
+file system cannot do that it gets a name, which is unlinked as soon as the receiver has answered.) It is 0600 and
+allocated in full, so that a full file system is an error at creation (and a fallback to sockets) instead of a SIGBUS in
+the middle of a step.
 
 A message costs one copy into a slot and one read out of it (the read is the addition itself, where the receiver adds),
 against two copies through the kernel for a socket. The slot comes back with the receiver's acknowledgement.

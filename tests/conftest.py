@@ -1,0 +1,38 @@
+"""What a run of the tests left out is listed at its end: by marker (deselected) and by reason (skipped)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+HOW = {
+    "slow": "run them with `make test-all`",
+    "gpu": "need a CUDA device",
+    "root": "need root or user namespaces",
+    "processes": "start real processes",
+}
+
+
+class LeftOut:
+    def __init__(self) -> None:
+        self.deselected: Counter[str] = Counter()
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            names = [name for name in HOW if item.get_closest_marker(name) is not None]
+            self.deselected[names[0] if names else "other"] += 1
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        skipped = Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))
+        if not (self.deselected or skipped):
+            return
+        terminalreporter.section("left out of this run")
+        for name, count in sorted(self.deselected.items()):
+            terminalreporter.line(f"{count} {name}: {HOW.get(name, 'deselected on the command line')}")
+        for reason, count in sorted(skipped.items()):
+            terminalreporter.line(f"{count} {reason}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(LeftOut(), "stretto-left-out")
