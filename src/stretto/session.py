@@ -18,9 +18,11 @@ import msgspec
 import torch
 
 from stretto.collectives import catalogue
-from stretto.collectives.execute import DEFAULT_SEGMENT_BYTES, CommunicationThread, Communicator, Pending, Request
+from stretto.collectives.communication import CommunicationThread
+from stretto.collectives.execute import Communicator
 from stretto.collectives.plan import Kind
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
+from stretto.collectives.request import DEFAULT_SEGMENT_BYTES, Pending, Request
 from stretto.collectives.staging import Staging
 from stretto.errors import ConfigurationError
 from stretto.job.detect import Launch

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from stretto.collectives import catalogue
-from stretto.collectives.execute import DEFAULT_SEGMENT_BYTES, Communicator, Pending, Request
+from stretto.collectives.execute import Communicator
 from stretto.collectives.plan import Kind
+from stretto.collectives.request import DEFAULT_SEGMENT_BYTES, Pending, Request
 from stretto.testing import run_threads
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire

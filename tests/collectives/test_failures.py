@@ -13,8 +13,11 @@ import torch
 
 from collectives.ranks import ALL_REDUCES, Rank, integers, run_ranks
 from stretto.collectives import catalogue
-from stretto.collectives.execute import ASK_S, EAGER_BYTES, CommunicationThread, Communicator, Request
+from stretto.collectives.communication import CommunicationThread
+from stretto.collectives.execute import ASK_S, Communicator
 from stretto.collectives.plan import Kind
+from stretto.collectives.request import Request
+from stretto.collectives.run import EAGER_BYTES
 from stretto.errors import FrameError, PeerLost, RankMismatch, WireError, WireTimeout
 from stretto.testing import run_threads, run_virtual
 from stretto.timeouts import Timeouts

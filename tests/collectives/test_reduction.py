@@ -10,9 +10,9 @@ import torch
 
 from collectives.ranks import ALL_REDUCES, Rank, bits, run_ranks
 from stretto.collectives import catalogue
-from stretto.collectives.execute import Request
 from stretto.collectives.plan import Kind
 from stretto.collectives.reduction import OPS, check_op, dtype_code
+from stretto.collectives.request import Request
 from stretto.errors import ConfigurationError
 
 FLOATING = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

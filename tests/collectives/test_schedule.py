@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from stretto.collectives import catalogue
 from stretto.collectives.catalogue import CATALOGUE
-from stretto.collectives.execute import compiled
 from stretto.collectives.plan import Kind, Plan, chunk_start
+from stretto.collectives.run import compiled
 from stretto.collectives.schedule import Action, Schedule, Task, compile_plan
 from stretto.errors import ConfigurationError
 

@@ -157,7 +157,7 @@ def test_who_waits_for_a_worker_that_does_not_encrypt_is_told_so() -> None:
         )
 
     assert isinstance(plain, ConfigurationError)
-    assert re.search(rf"it did not encrypt, as this job does \(last from ({ADDRESS})\)", str(honest)), honest
+    assert re.search(rf"(it|they) did not encrypt, as this job does \(last from ({ADDRESS})\)", str(honest)), honest
 
 
 @pytest.mark.parametrize("encrypt", [False, True])

@@ -26,8 +26,10 @@ from laws.strategies import EVERY_ALGORITHM, PLAIN, SMALL_BUCKETS, STRATEGIES, s
 from laws.training import alone, assert_close, assert_same_bits, build, share, state_of, together
 from stretto.checkpoint import load, save
 from stretto.collectives import catalogue
-from stretto.collectives.execute import EAGER_BYTES, Begun, Request
+from stretto.collectives.news import Begun
 from stretto.collectives.plan import Kind
+from stretto.collectives.request import Request
+from stretto.collectives.run import EAGER_BYTES
 from stretto.collectives.schedule import Action, compile_plan
 from stretto.distributing import distribute, engine_of
 from stretto.engine.bucket import Bucket

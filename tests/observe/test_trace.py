@@ -15,8 +15,9 @@ from torch import nn
 
 from collectives.ranks import integers
 from stretto.collectives import catalogue
-from stretto.collectives.execute import Communicator, Request
+from stretto.collectives.execute import Communicator
 from stretto.collectives.plan import Kind
+from stretto.collectives.request import Request
 from stretto.distributing import distribute
 from stretto.errors import ConfigurationError
 from stretto.job.detect import Launch, detect

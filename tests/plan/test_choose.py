@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from collectives.ranks import Rank
 from stretto.collectives.catalogue import find, names
-from stretto.collectives.execute import DEFAULT_SEGMENT_BYTES
 from stretto.collectives.plan import Kind
+from stretto.collectives.request import DEFAULT_SEGMENT_BYTES
 from stretto.plan.choose import FINALISTS, SIZES, TRIAL_S, TRIAL_SIZES, Choices, Trial, choose, ranking, trials
 from stretto.plan.costs import plan_cost
 from stretto.plan.network import PROBE_BYTES, LinkEstimate, measure, slowest

@@ -20,8 +20,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 import stretto
 from stretto.collectives import catalogue
-from stretto.collectives.execute import Communicator, Request
+from stretto.collectives.execute import Communicator
 from stretto.collectives.plan import Kind
+from stretto.collectives.request import Request
 from stretto.errors import ConfigurationError, FrameError, PeerLost, RankMismatch, WireError, WireTimeout
 from stretto.job.membership import Peer
 from stretto.testing import run_threads, wait_for

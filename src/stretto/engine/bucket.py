@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.collectives.execute import Pending
+from stretto.collectives.request import Pending
 from stretto.schedule.orders import Schedule
 
 PRECISE = (torch.float32, torch.float64)

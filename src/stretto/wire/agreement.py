@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from stretto.errors import PeerLost, RankMismatch, StrettoError, WireError, WireTimeout
+from stretto.job.membership import ranks_text
 from stretto.wire.base import Wire
 
 REMEMBERED: Final = 512  # agreements that others have begun and this rank has not
@@ -37,16 +38,12 @@ def rank_mismatch(said: Mapping[int, str]) -> RankMismatch:
     speakers: dict[str, list[int]] = {}
     for rank in sorted(said):
         speakers.setdefault(said[rank], []).append(rank)
-    lines = [f"  {_ranks(ranks)}: {what}" for what, ranks in speakers.items()]
+    lines = [f"  {ranks_text(ranks)}: {what}" for what, ranks in speakers.items()]
     return RankMismatch(
         "ranks called different collectives, so none of them was carried out:\n"
         + "\n".join(lines)
         + "\nAll ranks must make the same calls in the same order, with tensors of the same length and dtype."
     )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
 class Agreement:

@@ -1,0 +1,93 @@
+"""What is asked for, and what one waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from stretto.collectives.news import Name
+from stretto.collectives.plan import Kind, Plan
+from stretto.collectives.reduction import check_op, dtype_code, dtype_name
+from stretto.collectives.schedule import check_length
+from stretto.errors import StrettoError
+
+DEFAULT_SEGMENT_BYTES: Final = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to run. `tensor` is contiguous, in host memory, and changed in place."""
+
+    plan: Plan
+    tensor: torch.Tensor
+    op: str = "sum"
+    channel: int = 0
+    sequence: int = 0
+    segment_bytes: int = DEFAULT_SEGMENT_BYTES
+    label: str = ""  # what the caller means by it; must be the same on all ranks, like the rest
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work in the caller's thread, before anything is sent."""
+        plan = self.plan
+        dtype_code(self.tensor.dtype)
+        if plan.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
+            check_op(self.op, self.tensor.dtype)
+        check_length(plan, self.tensor.numel())
+
+    @property
+    def name(self) -> Name:
+        return self.channel, self.sequence
+
+    @property
+    def belief(self) -> str:
+        """What this rank thinks everybody is doing; must be the same text on all ranks."""
+        plan = self.plan
+        what = f"{plan.kind.value}({dtype_name(self.tensor.dtype)}[{self.tensor.numel()}]"
+        if plan.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
+            what += f", op={self.op}"
+        if plan.kind in (Kind.REDUCE, Kind.BROADCAST):
+            what += f", root={plan.root}"
+        return f"{what}, algorithm={plan.algorithm}, world_size={plan.size}){self.label}"
+
+
+class Pending:
+    """A collective under way, to wait for from any thread. Its deadline is its own (`Timeouts.arrive_s` without progress)."""
+
+    def __init__(self, request: Request, help_along: Callable[[], None] | None = None) -> None:
+        self.request = request
+        self.error: StrettoError | None = None
+        self._finished = threading.Event()
+        self.ready: Callable[[], bool] | None = None
+        self.made_at = time.monotonic()
+        self._help_along = help_along  # one turn of the loop, where no thread turns it
+        self.on_waited: Callable[[Pending, int], None] | None = None  # told when a wait that began at a time has ended
+
+    @property
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def finish(self, error: StrettoError | None) -> None:
+        self.error = error
+        self._finished.set()
+
+    def wait(self) -> None:
+        """Return when it is done; raise what went wrong. Whoever ends the loop ends every collective in it, so this returns."""
+        if not self._finished.is_set():
+            begin_ns = time.perf_counter_ns()
+            self._wait()
+            if self.on_waited is not None:
+                self.on_waited(self, begin_ns)
+        if self.error is not None:
+            raise self.error
+
+    def _wait(self) -> None:
+        while not self._finished.is_set():
+            if self._help_along is not None:
+                self._help_along()
+            else:
+                self._finished.wait(1.0)  # in slices, so that Ctrl-C gets through on every platform

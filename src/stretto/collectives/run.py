@@ -1,0 +1,167 @@
+"""One collective in progress on this rank: which tasks may start, what has been sent, received, added and copied."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Final
+
+from stretto.collectives.news import State
+from stretto.collectives.plan import Buffer, Kind
+from stretto.collectives.reduction import dtype_code
+from stretto.collectives.request import Pending
+from stretto.collectives.schedule import Action, Schedule, Task, compile_plan
+from stretto.wire.base import Consume, Handle, Tag
+
+if TYPE_CHECKING:
+    from stretto.collectives.execute import Communicator
+
+EAGER_BYTES: Final = 64 << 10  # up to this many bytes a collective is sent at once, unannounced
+
+compiled = lru_cache(maxsize=1024)(compile_plan)
+OnDone = Callable[[Handle], None]
+
+
+class Run:
+    """One collective in progress on this rank."""
+
+    __slots__ = (
+        "accumulators", "answers", "asked_at", "beliefs", "belief", "code", "communicator", "confirmed", "counts", "digest",
+        "disputed_at", "eager", "held", "name", "opened", "pending", "probed", "pumping", "ready", "remaining", "request",
+        "schedule", "started_at", "touched_at", "warned_at",
+    )  # fmt: skip
+
+    def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
+        request = pending.request
+        self.communicator = communicator
+        self.pending = pending
+        self.request = request
+        self.name = request.name
+        self.belief = request.belief
+        self.digest = zlib.crc32(self.belief.encode())
+        self.code = dtype_code(request.tensor.dtype)
+        itemsize = request.tensor.element_size()
+        self.schedule: Schedule = compiled(request.plan, request.tensor.numel(), request.segment_bytes // itemsize)
+        self.eager = request.tensor.numel() * itemsize <= EAGER_BYTES
+        self.confirmed = self.eager and request.plan.kind in (Kind.BROADCAST, Kind.REDUCE)
+        self.counts = list(self.schedule.num_dependencies)
+        self.remaining = len(self.counts)
+        self.ready = deque(number for number, count in enumerate(self.counts) if count == 0)
+        self.pumping = False
+        self.held: dict[int, list[int]] = {}  # sends that wait for their receiver to begin
+        self.opened: set[int] = set()
+        self.accumulators = communicator.buffers_for(request, self.schedule)
+        self.started_at = self.touched_at = self.warned_at = now
+        self.asked_at: float | None = None
+        self.probed = False
+        self.answers: dict[int, State] = {}
+        self.disputed_at: float | None = None
+        self.beliefs: dict[int, str] = {}
+
+    def pump(self) -> None:
+        """Start every task that may start. Tasks that finish at once make others ready, hence the loop, not recursion."""
+        if self.pumping:
+            return
+        self.pumping = True
+        while self.ready and not self.pending.done:
+            self._start(self.ready.popleft())
+        self.pumping = False
+        if self.remaining == 0 and not self.pending.done and self.disputed_at is None and not self.unconfirmed():
+            self.communicator.completed(self)
+
+    def _start(self, number: int) -> None:
+        task = self.schedule.tasks[number]
+        if task.action is Action.SEND:
+            if self.communicator.may_send(self, task.peer):
+                self.send(number, task)
+            else:
+                self.held.setdefault(task.peer, []).append(number)
+        elif task.action is Action.RECEIVE:
+            self._receive(number, task)
+        else:
+            self._work_locally_traced(task)
+            self._finished(number)
+
+    def send(self, number: int, task: Task) -> None:
+        accumulator = self.accumulators[task.buffer]
+        view = accumulator.bytes_of(task.start, task.stop)
+        tag = Tag(*self.name, task.index, self.digest)
+        on_done: OnDone = partial(self._on_done, number)
+        tracer = self.communicator.tracer
+        if tracer is not None:
+            on_done = tracer.watch("send", task.peer, view.nbytes, self.belief, on_done)
+        self.communicator.wire.send(view, task.peer, tag, self.code, on_done)
+
+    def _receive(self, number: int, task: Task) -> None:
+        num_bytes = (task.stop - task.start) * self.accumulators[task.buffer].itemsize
+        tag = Tag(*self.name, task.index, self.digest)
+        consume: Consume = partial(self._consume, task)
+        on_done: OnDone = partial(self._on_done, number)
+        tracer = self.communicator.tracer
+        if tracer is not None:
+            on_done = tracer.watch("receive", task.peer, num_bytes, self.belief, on_done)
+            if task.add:
+                consume = tracer.timed("reduce", task.peer, num_bytes, self.belief, consume)
+        into = None if task.add else self.accumulators[task.buffer].bytes_of(task.start, task.stop)
+        self.communicator.wire.recv(task.peer, tag, num_bytes, self.code, consume, on_done, into)
+
+    def _consume(self, task: Task, incoming: memoryview) -> None:
+        accumulator = self.accumulators[task.buffer]
+        if task.add:
+            # Partners that exchange their sums must compute the same expression to get the same bits: -0.0 and 0.0, or two
+            # NaNs, do not commute. (Additions in WORK follow the order of ranks already.)
+            lower_first = task.buffer is Buffer.DATA and task.peer < self.communicator.wire.rank
+            accumulator.combine(task.start, task.stop, incoming, final=task.final, arrived_first=lower_first)
+        elif incoming.nbytes:
+            accumulator.copy_in(task.start, task.stop, incoming)
+
+    def _work_locally_traced(self, task: Task) -> None:
+        tracer = self.communicator.tracer
+        if tracer is None or not task.add:
+            self._work_locally(task)
+        else:
+            num_bytes = (task.stop - task.start) * self.accumulators[task.buffer].itemsize
+            tracer.timed("reduce", -1, num_bytes, self.belief, self._work_locally)(task)
+
+    def _work_locally(self, task: Task) -> None:
+        target = self.accumulators[task.buffer]
+        incoming = self.accumulators[task.source].bytes_of(task.start, task.stop)
+        if task.add:
+            target.combine(task.start, task.stop, incoming, final=task.final)
+        else:
+            target.copy_in(task.start, task.stop, incoming)
+            if task.final:
+                target.finish(task.start, task.stop)
+
+    def _on_done(self, number: int, handle: Handle) -> None:
+        if self.pending.done:
+            return
+        if handle.error is not None:
+            self.communicator.transfer_failed(self, handle.error)
+            return
+        self._finished(number)
+        self.pump()
+
+    def _finished(self, number: int) -> None:
+        self.remaining -= 1
+        self.counts[number] = -1  # neither waiting nor ready any more: `waiting_for` must not blame anybody for it
+        self.touched_at = self.communicator.wire.now()
+        for successor in self.schedule.successors[number]:
+            self.counts[successor] -= 1
+            if self.counts[successor] == 0:
+                self.ready.append(successor)
+
+    def unconfirmed(self) -> frozenset[int]:
+        """Receivers that have yet to say that they are in the same collective, where they must."""
+        return self.schedule.destinations - self.opened if self.confirmed else frozenset()
+
+    def waiting_for(self) -> list[int]:
+        """Ranks from which something is due now, or that have not begun what is to be sent to them."""
+        tasks, counts = self.schedule.tasks, self.counts
+        missing = {peer for peer, numbers in self.held.items() if numbers} | self.unconfirmed()
+        if self.remaining:
+            ready = (task for task, count in zip(tasks, counts, strict=True) if count == 0)
+            missing |= {task.peer for task in ready if task.action is Action.RECEIVE}
+        return sorted(missing - {self.communicator.wire.rank})
