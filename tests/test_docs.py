@@ -20,6 +20,7 @@ import typer.main
 from stretto import cli
 from stretto.bench import command as bench_command
 from stretto.lab import command as lab_command
+from stretto.lab import lab_available
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,7 +34,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 @dataclass(frozen=True)
 class Snippet:
-    mark: str  # "", "run", "run: 2", "run: fails", "file: name.py"
+    mark: str  # "", "run", "run: 2", "run: fails", "run: root", "file: name.py"
     language: str
     text: str
 
@@ -46,8 +47,15 @@ def snippets(page: Path) -> list[Snippet]:
 # ---------------------------------------------------------------- running
 
 
+IN_THE_LAB = "run: root"
+
+
 def pages_that_run() -> list[Path]:
-    return [page for page in PAGES if any(snippet.mark for snippet in snippets(page))]
+    return [page for page in PAGES if any(snippet.mark not in ("", IN_THE_LAB) for snippet in snippets(page))]
+
+
+def pages_that_run_in_the_lab() -> list[Path]:
+    return [page for page in PAGES if any(snippet.mark == IN_THE_LAB for snippet in snippets(page))]
 
 
 def environment() -> dict[str, str]:
@@ -64,7 +72,8 @@ def execute(snippet: Snippet, folder: Path) -> None:
         (folder / detail).write_text(snippet.text)
     elif snippet.language == "python":
         (folder / "snippet.py").write_text(snippet.text)
-        run([sys.executable, "-m", "stretto", "run", "-n", detail or "1", "snippet.py"], folder, fails=False)
+        launcher = [] if detail == "root" else ["-m", "stretto", "run", "-n", detail or "1"]
+        run([sys.executable, *launcher, "snippet.py"], folder, fails=False)
     else:
         assert snippet.language in ("console", "bash"), f"a snippet in {snippet.language!r} cannot be run"
         for command, shown in commands(snippet):
@@ -99,7 +108,19 @@ def run(command: list[str], folder: Path, *, fails: bool) -> str:
 @pytest.mark.parametrize("page", pages_that_run(), ids=lambda page: page.name)
 def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path) -> None:
     for snippet in snippets(page):
-        if snippet.mark:
+        if snippet.mark not in ("", IN_THE_LAB):
+            execute(snippet, tmp_path)
+
+
+@pytest.mark.root
+@pytest.mark.processes
+@pytest.mark.parametrize("page", pages_that_run_in_the_lab(), ids=lambda page: page.name)
+def test_the_snippets_that_need_the_lab_run_where_it_does(page: Path, tmp_path: Path) -> None:
+    problem = lab_available()
+    if problem is not None:
+        pytest.skip(problem)
+    for snippet in snippets(page):
+        if snippet.mark == IN_THE_LAB or snippet.mark.startswith("file: "):
             execute(snippet, tmp_path)
 
 

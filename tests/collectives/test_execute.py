@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives.ranks import ALL_REDUCES, PATIENT, Rank, bits, floats, integers, run_ranks
-from stretto.collectives import catalogue, execute
+from stretto.collectives import catalogue
 from stretto.collectives.catalogue import CATALOGUE
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import EAGER_AHEAD, Communicator
 from stretto.collectives.news import Begun
 from stretto.collectives.plan import Kind, Recv, Send, chunk_start
 from stretto.collectives.request import Request
-from stretto.collectives.run import EAGER_BYTES
+from stretto.collectives.run import EAGER_BYTES, compiled
 from stretto.errors import ConfigurationError, StrettoError
 from stretto.plan.costs import plan_cost
 from stretto.testing import run_threads, run_virtual
@@ -324,12 +324,12 @@ def test_repeated_collectives_use_the_same_schedule() -> None:
             me.all_reduce("ring", integers(me.rank, 123))
         return 0
 
-    run.compiled.cache_clear()
+    compiled.cache_clear()
     run_ranks(3, program)
-    assert run.compiled.cache_info().misses <= 3 * 2 * 3  # racing threads may each miss once; never once per call
-    before = run.compiled.cache_info().misses
+    assert compiled.cache_info().misses <= 3 * 2 * 3  # racing threads may each miss once; never once per call
+    before = compiled.cache_info().misses
     run_ranks(3, program)
-    assert run.compiled.cache_info().misses == before
+    assert compiled.cache_info().misses == before
 
 
 def test_a_root_runs_at_most_so_far_ahead_of_a_receiver_that_has_not_begun() -> None:

@@ -19,6 +19,7 @@ from stretto.collectives.plan import Kind
 from stretto.collectives.request import Request
 from stretto.collectives.run import EAGER_BYTES
 from stretto.errors import FrameError, PeerLost, RankMismatch, WireError, WireTimeout
+from stretto.job.membership import ranks_text
 from stretto.testing import run_threads, run_virtual
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
@@ -256,10 +257,10 @@ DIFFERENCES: dict[str, tuple[Call, Call, str, str]] = {
 
 
 def check_mismatch(errors: list[WireError | None], odd: int, usual_text: str, odd_text: str) -> None:
-    others = ", ".join(str(rank) for rank in range(len(errors)) if rank != odd)
+    others = ranks_text(rank for rank in range(len(errors)) if rank != odd)
     for error in errors:
         assert isinstance(error, RankMismatch)
-        assert re.search(rf"\n  ranks {others}: .*{usual_text}", str(error))
+        assert re.search(rf"\n  {others}: .*{usual_text}", str(error))
         assert re.search(rf"\n  rank {odd}: .*{odd_text}", str(error))
 
 
@@ -317,7 +318,7 @@ def test_a_rank_that_comes_to_a_dispute_late_is_told_all_about_it() -> None:
     for error in results:
         assert isinstance(error, RankMismatch)
         assert "rank 1: all_reduce(float32[11]" in str(error)
-    assert "ranks 0, 2, 3: all_reduce(float32[10]" in str(results[3])
+    assert f"{ranks_text([0, 2, 3])}: all_reduce(float32[10]" in str(results[3])
 
 
 # Rooted kinds: some ranks only send, and may have returned before anybody finds out
@@ -368,7 +369,7 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_are_found_out()
 
     for error, when in run_virtual(4, program, model=MODEL):
         assert isinstance(error, RankMismatch)
-        assert "ranks 0, 1, 2: all_reduce(" in str(error) and "rank 3: all_gather(" in str(error)
+        assert f"{ranks_text([0, 1, 2])}: all_reduce(" in str(error) and "rank 3: all_gather(" in str(error)
         assert ASK_S < when < ASK_S + 0.5
 
 
@@ -381,7 +382,7 @@ def test_a_rank_that_gathers_while_others_send_to_it_is_found_out_at_once(length
 
     for error, when in run_virtual(4, program, model=MODEL):
         assert isinstance(error, RankMismatch)
-        assert "rank 0: reduce(" in str(error) and "ranks 1, 2, 3: broadcast(" in str(error)
+        assert "rank 0: reduce(" in str(error) and f"{ranks_text([1, 2, 3])}: broadcast(" in str(error)
         assert when < 0.1
 
 
