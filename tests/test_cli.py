@@ -61,9 +61,7 @@ def test_the_launcher_does_not_import_torch() -> None:
 @pytest.mark.parametrize(
     "arguments", [["--hosts", "4", "--", "python", "x.py", "--", "-n"], ["--", "true"], ["cut", "1"], ["--help"], []]
 )
-def test_delegated_commands_get_their_command_line_untouched(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_delegated_commands_get_their_command_line_untouched(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(cli, "delegate", lambda name, given: seen.append((name, given)))
     cli.app(args=["lab", *arguments], standalone_mode=False)

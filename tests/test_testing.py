@@ -30,9 +30,7 @@ def test_the_examples_in_the_text_are_true(module: object) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_results_come_in_the_order_of_ranks(size: int) -> None:
-    assert run_threads(size, lambda wire, x: (wire.rank, wire.world_size, x), "x") == [
-        (rank, size, "x") for rank in range(size)
-    ]
+    assert run_threads(size, lambda wire, x: (wire.rank, wire.world_size, x), "x") == [(rank, size, "x") for rank in range(size)]
 
 
 @pytest.mark.parametrize("run", [run_threads, run_virtual])

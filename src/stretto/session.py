@@ -134,9 +134,7 @@ class Job:
     def barrier(self) -> None:
         self.run(Kind.BARRIER, torch.empty(0, dtype=torch.uint8), "dissemination")
 
-    def run(
-        self, kind: Kind, tensor: torch.Tensor, algorithm: str, *, op: str = "sum", root: int = 0, label: str = ""
-    ) -> None:
+    def run(self, kind: Kind, tensor: torch.Tensor, algorithm: str, *, op: str = "sum", root: int = 0, label: str = "") -> None:
         """Run one collective of the catalogue on `tensor`, in place, and wait for it."""
         dtype_code(tensor.dtype)
         self._check_open()

@@ -58,9 +58,7 @@ class Rank:
         self.run(Kind.BARRIER, "dissemination", torch.empty(0, dtype=torch.uint8))
 
 
-def run_ranks(
-    size: int, program: Callable[[Rank], Any], *, eager: bool = True, timeouts: Timeouts = PATIENT
-) -> list[Any]:
+def run_ranks(size: int, program: Callable[[Rank], Any], *, eager: bool = True, timeouts: Timeouts = PATIENT) -> list[Any]:
     """`program(rank)` on the threads wire, with every buffer checked. Wires are closed as ranks return."""
     wires = threads_world(size, check=True, eager=eager)
 

@@ -211,9 +211,7 @@ def test_channels_do_not_meet() -> None:
         other.__dict__.update(me.__dict__, channel=2)
         tensors = [integers(me.rank, 20), integers(me.rank + 7, 20)]
         pair = [me, other] if me.rank == 0 else [other, me]
-        pending = [
-            rank.start(Kind.ALL_REDUCE, "ring", tensors[rank.channel - 1], sequence=0) for rank in pair
-        ]
+        pending = [rank.start(Kind.ALL_REDUCE, "ring", tensors[rank.channel - 1], sequence=0) for rank in pair]
         for one in pending:
             one.wait()
         assert torch.equal(tensors[0], total(3, 20))

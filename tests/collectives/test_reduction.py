@@ -77,8 +77,7 @@ def test_zeros_of_both_signs_infinities_and_nans_are_the_same_bits_on_every_rank
     def program(me: Rank) -> list[bytes]:
         order = torch.randperm(180, generator=torch.Generator().manual_seed(me.rank))
         return [
-            bits(me.all_reduce(algorithm, special.repeat(20)[order].clone(), op, segment_bytes=64))
-            for algorithm in ALL_REDUCES
+            bits(me.all_reduce(algorithm, special.repeat(20)[order].clone(), op, segment_bytes=64)) for algorithm in ALL_REDUCES
         ]
 
     for size in (2, 4, 5):

@@ -38,9 +38,7 @@ class Interleaving:
         self.schedules, self.scale = schedules, scale
         self.memory = [[x.copy(), np.full_like(x, -(10**6))] for x in data]
         self.counts = [list(schedule.num_dependencies) for schedule in schedules]
-        self.ready = [
-            (rank, task) for rank, counts in enumerate(self.counts) for task, count in enumerate(counts) if count == 0
-        ]
+        self.ready = [(rank, task) for rank, counts in enumerate(self.counts) for task, count in enumerate(counts) if count == 0]
         self.sent: dict[tuple[int, int, int], int] = {}  # (from, to, index) -> the send task
         self.asked: dict[tuple[int, int, int], int] = {}
         self.random = random.Random(seed)
@@ -144,9 +142,7 @@ def test_orders_that_ignore_one_dependency_are_wrong_sometimes(algorithm: str) -
     total = np.sum(data, axis=0)
     whole = [compile_plan(p, length, 4) for p in plans(Kind.ALL_REDUCE, algorithm, size)]
     bare = [
-        Schedule(
-            s.tasks, (0,) * len(s.tasks), ((),) * len(s.tasks), s.sources, s.destinations, s.needs_work_buffer
-        )
+        Schedule(s.tasks, (0,) * len(s.tasks), ((),) * len(s.tasks), s.sources, s.destinations, s.needs_work_buffer)
         for s in whole
     ]
     results = [Interleaving(bare, data, 1, seed).run() for seed in range(5)]

@@ -44,9 +44,7 @@ def rejects(plans: list[Plan], rank: int, operations: list[Operation]) -> bool:
     return False
 
 
-def plan_of(
-    rank: int, size: int, *operations: Operation, kind: Kind = Kind.ALL_REDUCE, chunks: int = 1, ports: int = 1
-) -> Plan:
+def plan_of(rank: int, size: int, *operations: Operation, kind: Kind = Kind.ALL_REDUCE, chunks: int = 1, ports: int = 1) -> Plan:
     return Plan(kind, "made up", rank, size, chunks, operations, ports=ports)
 
 
@@ -210,9 +208,7 @@ def test_reading_the_scratch_buffer_before_it_is_written_is_rejected() -> None:
 
 def test_counting_a_contribution_twice_is_rejected() -> None:
     plans = [
-        plan_of(
-            rank, 2, *(o for step in (0, 1) for o in (Send(step, 1 - rank, 0, 1), Recv(step, 1 - rank, 0, 1, add=True)))
-        )
+        plan_of(rank, 2, *(o for step in (0, 1) for o in (Send(step, 1 - rank, 0, 1), Recv(step, 1 - rank, 0, 1, add=True))))
         for rank in (0, 1)
     ]
     fails("once", *plans)
@@ -235,9 +231,7 @@ def test_adding_in_arrival_order_gives_other_bits_on_each_rank() -> None:
 
 def test_a_barrier_that_only_asks_its_neighbour_is_rejected() -> None:
     def neighbourly(rank: int, size: int) -> Plan:
-        return plan_of(
-            rank, size, Send(0, (rank + 1) % size, 0, 0), Recv(0, (rank - 1) % size, 0, 0), kind=Kind.BARRIER
-        )
+        return plan_of(rank, size, Send(0, (rank + 1) % size, 0, 0), Recv(0, (rank - 1) % size, 0, 0), kind=Kind.BARRIER)
 
     verify(neighbourly, 2)
     with pytest.raises(PlanError, match="may leave before"):

@@ -37,9 +37,7 @@ def test_larger_tensors_get_algorithms_that_send_no_more(size: int, alpha: float
     """
     choices = choose(size, LinkEstimate(alpha, beta, 1e-10), DEFAULT_SEGMENT_BYTES)
     sent = [
-        plan_cost(Kind.ALL_REDUCE, name, size).sent
-        for name in choices.algorithms
-        if not find(Kind.ALL_REDUCE, name).segments
+        plan_cost(Kind.ALL_REDUCE, name, size).sent for name in choices.algorithms if not find(Kind.ALL_REDUCE, name).segments
     ]
     assert all(before >= after for before, after in pairwise(sent)), choices
 

@@ -127,9 +127,7 @@ def test_butterfly_meets_the_bound_in_latency_and_ring_in_bandwidth() -> None:
 
 def test_the_parameter_server_costs_two_trips_of_all_workers_through_the_servers() -> None:
     assert parameter_server_cost(8, 1000, Link(2, 3), servers=4) == 2 * 8 * 1000 * 3 / 4 + 2 * 2
-    assert parameter_server_cost(8, 1000, Link(0, 1), servers=16) < lower_bound(
-        8, 1000, Link(0, 1)
-    )  # helpers: outside its model
+    assert parameter_server_cost(8, 1000, Link(0, 1), servers=16) < lower_bound(8, 1000, Link(0, 1))  # helpers: outside its model
     with pytest.raises(ConfigurationError, match="servers=0"):
         parameter_server_cost(8, 1000, Link(2, 3), servers=0)
 
@@ -150,9 +148,7 @@ def test_a_chain_in_segments_counts_as_the_formula_says(size: int, segments: int
 def test_there_and_back_needs_a_second_link_for_its_formula_and_twice_the_time_on_one(size: int, segments: int) -> None:
     num_bytes, h, counted = 1200, size - 1, count(chain, size)
     two_links = Link(3, 5, lanes=2)
-    assert counted.pipelined(num_bytes, two_links, segments) == segmented_there_and_back(
-        h, segments, num_bytes, two_links
-    )
+    assert counted.pipelined(num_bytes, two_links, segments) == segmented_there_and_back(h, segments, num_bytes, two_links)
     one_link = Link(3, 5)
     each = one_link.alpha + num_bytes / segments * one_link.beta
     assert counted.pipelined(num_bytes, one_link, segments) == 2 * (h + segments - 1) * each

@@ -147,9 +147,7 @@ class WireContract:
             peer = 1 - wire.rank
             order = random.Random(wire.rank)
             got = {tag: receive(wire, peer, tag, 20) for tag in order.sample(tags, len(tags))}
-            sent = [
-                send(wire, peer, tag, body(wire.rank, peer, hash(tag), 20)) for tag in order.sample(tags, len(tags))
-            ]
+            sent = [send(wire, peer, tag, body(wire.rank, peer, hash(tag), 20)) for tag in order.sample(tags, len(tags))]
             wait_for(wire, *sent, *(handle for handle, _ in got.values()))
             for tag, (_, arrived) in got.items():
                 assert arrived == [body(peer, wire.rank, hash(tag), 20)]

@@ -198,9 +198,7 @@ def test_a_callback_that_cancels_the_collective_stops_the_others_of_it() -> None
         survivor.cancel(1, 0)
 
     for index in range(3):
-        survivor.recv(
-            0, Tag(1, 0, index), 1, 0, lambda view: None, lambda handle: on_done(handle.tag.index)
-        )
+        survivor.recv(0, Tag(1, 0, index), 1, 0, lambda view: None, lambda handle: on_done(handle.tag.index))
     dying.kill()
     survivor.progress(1)
     assert finished == [0]

@@ -55,9 +55,7 @@ def two_ranks(
     model: NetworkModel = MODEL,
     faults: Sequence[Fault] = (),
 ) -> list[Any]:
-    return run_virtual(
-        2, lambda wire: (sender if wire.rank == 0 else receiver)(wire), model=model, faults=faults, timeout_s=20
-    )
+    return run_virtual(2, lambda wire: (sender if wire.rank == 0 else receiver)(wire), model=model, faults=faults, timeout_s=20)
 
 
 def get(wire: VirtualWire, num_bytes: int, tag: Tag = TAG, source: int = 0, timeout_s: float = 100.0) -> float:
@@ -125,9 +123,7 @@ def test_sending_and_receiving_go_on_at_the_same_time() -> None:
 
 
 def test_every_link_may_be_different() -> None:
-    model = NetworkModel(
-        Link(latency_s=1.0), {(0, 1): Link(latency_s=2.0, bytes_per_s=10.0), (0, 2): Link(latency_s=3.0)}
-    )
+    model = NetworkModel(Link(latency_s=1.0), {(0, 1): Link(latency_s=2.0, bytes_per_s=10.0), (0, 2): Link(latency_s=3.0)})
 
     def program(wire: VirtualWire) -> float:
         if wire.rank == 0:
@@ -259,9 +255,7 @@ def test_jitter_delays_but_keeps_the_order(jitter: Any) -> None:
 def test_a_lost_transmission_comes_again_later() -> None:
     link = Link(latency_s=1.0, loss=0.9, retransmit_s=1000.0)
     wires = virtual_world(2, NetworkModel(link), seed=0)
-    arrival = run_threads(
-        2, lambda wire: put(wire, 1) if wire.rank == 0 else get(wire, 1, timeout_s=1e5), wires=wires
-    )[1]
+    arrival = run_threads(2, lambda wire: put(wire, 1) if wire.rank == 0 else get(wire, 1, timeout_s=1e5), wires=wires)[1]
     wires[0].world.assert_all_fired()
     assert arrival == 1.0 + 1000.0 * wires[0].world.fired["loss"]
 

@@ -24,16 +24,12 @@ from stretto.collectives.plan import Operation, Recv, Send
 Range = tuple[int, int]  # chunks lo..hi-1
 
 
-def reduce_around(
-    members: Sequence[int], position: int, ranges: Sequence[Range], own: int, first_step: int
-) -> list[Operation]:
+def reduce_around(members: Sequence[int], position: int, ranges: Sequence[Range], own: int, first_step: int) -> list[Operation]:
     """Reduce-scatter among `members`: the one at `position` ends with the sum of range `own`."""
     return _walk(members, position, ranges, own - 1, first_step, add=True)
 
 
-def gather_around(
-    members: Sequence[int], position: int, ranges: Sequence[Range], own: int, first_step: int
-) -> list[Operation]:
+def gather_around(members: Sequence[int], position: int, ranges: Sequence[Range], own: int, first_step: int) -> list[Operation]:
     """All-gather among `members`: the one at `position` gives range `own` and ends with all of them."""
     return _walk(members, position, ranges, own, first_step, add=False)
 

@@ -267,8 +267,7 @@ def find(kind: Kind, algorithm: str) -> Entry:
         others = sorted({entry.kind.value for entry in _ENTRIES if algorithm in (entry.name, *entry.aliases)})
         elsewhere = f" (that name belongs to: {', '.join(others)})" if others else ""
         raise ConfigurationError(
-            f"{kind.value} by {algorithm!r}: there is no such algorithm{elsewhere}. "
-            f"Write one of: {', '.join(names(kind))}."
+            f"{kind.value} by {algorithm!r}: there is no such algorithm{elsewhere}. Write one of: {', '.join(names(kind))}."
         )
     return entry
 

@@ -30,9 +30,7 @@ def as_text(maker: PlanMaker, size: int) -> str:
         cells = [" ".join(_word(o, plan.num_chunks) for o in plan.operations if o.step == step) for plan in plans]
         rows.append([str(step), *cells])
     widths = [max(len(row[column]) for row in rows) for column in range(size + 1)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def _word(operation: Operation, num_chunks: int) -> str:
@@ -107,9 +105,7 @@ def _frame(plan: Plan, steps: int) -> list[str]:
     parts = [_text(12, 20, f"{plan.algorithm}, {plan.size} ranks{chunks}", size=13, anchor="start", bold=True)]
     for step in range(steps):
         y = _TOP + step * _STEP
-        parts.append(
-            f"<path d='M{_LEFT - 26},{y} H{right + 26}' stroke='{_FAINT}' stroke-width='0.6' stroke-dasharray='2 4'/>"
-        )
+        parts.append(f"<path d='M{_LEFT - 26},{y} H{right + 26}' stroke='{_FAINT}' stroke-width='0.6' stroke-dasharray='2 4'/>")
         parts.append(_text(12, y + _STEP / 2 + 4, f"step {step}", size=11, anchor="start"))
     for rank in range(plan.size):
         parts.append(_text(_x(rank), _TOP - 14, f"rank {rank}", bold=True))
@@ -197,9 +193,7 @@ def _legend(plans: list[Plan], height: int) -> list[str]:
     parts: list[str] = []
     x, y = 12, height - 14
     for fate in used:
-        parts.append(
-            f"<path d='M{x},{y - 4} h26' stroke='{_COLOURS[fate]}' stroke-width='1.8' marker-end='url(#{fate})'/>"
-        )
+        parts.append(f"<path d='M{x},{y - 4} h26' stroke='{_COLOURS[fate]}' stroke-width='1.8' marker-end='url(#{fate})'/>")
         parts.append(_text(x + 33, y, meaning[fate], size=11, anchor="start"))
         x += 150
     if any(plan.needs_work_buffer for plan in plans):

@@ -53,8 +53,7 @@ def dtype_code(dtype: torch.dtype) -> int:
     name = dtype_name(dtype)
     if name not in DTYPE_CODES:
         raise ConfigurationError(
-            f"a tensor of {dtype} cannot travel: no wire format for it.\n"
-            f"Convert it to one of {', '.join(DTYPE_NAMES[1:])}."
+            f"a tensor of {dtype} cannot travel: no wire format for it.\nConvert it to one of {', '.join(DTYPE_NAMES[1:])}."
         )
     return DTYPE_CODES[name]
 
@@ -94,9 +93,7 @@ class Accumulator:
     def copy_in(self, start: int, stop: int, incoming: memoryview) -> None:
         np.copyto(self.raw[start * self.itemsize : stop * self.itemsize], np.frombuffer(incoming, np.uint8))
 
-    def combine(
-        self, start: int, stop: int, incoming: memoryview, *, final: bool, arrived_first: bool = False
-    ) -> None:
+    def combine(self, start: int, stop: int, incoming: memoryview, *, final: bool, arrived_first: bool = False) -> None:
         """`arrived_first`: op(arrived, mine), not op(mine, arrived). They differ for signed zeros and NaNs."""
         if self._numbers is not None:
             target = self._numbers[start:stop]
@@ -108,9 +105,7 @@ class Accumulator:
         else:
             self._combine_in_torch(start, stop, incoming, final=final, arrived_first=arrived_first)
 
-    def _combine_in_torch(
-        self, start: int, stop: int, incoming: memoryview, *, final: bool, arrived_first: bool
-    ) -> None:
+    def _combine_in_torch(self, start: int, stop: int, incoming: memoryview, *, final: bool, arrived_first: bool) -> None:
         target = self.flat[start:stop]
         # torch refuses memory that it may not write to, which arriving bytes are: one copy into memory of our own
         arrived = torch.from_numpy(np.frombuffer(incoming, np.uint8).copy()).view(target.dtype)

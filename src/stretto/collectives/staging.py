@@ -40,9 +40,7 @@ class Staging:
         copy = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         return copy, lambda: _copy_back(tensor, copy)
 
-    def lend(
-        self, flat: torch.Tensor
-    ) -> tuple[torch.Tensor, Callable[[], bool] | None, Callable[[], None] | None]:
+    def lend(self, flat: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool] | None, Callable[[], None] | None]:
         """Like `borrow`, for a flat tensor and without waiting: host memory, when it is filled, how to bring it back."""
         if flat.device.type != "cuda":
             return flat, None, None

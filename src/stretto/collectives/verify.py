@@ -141,9 +141,7 @@ def _match(plan: Plan, sent: dict[Message, Send], received: dict[Message, Recv])
     for message, send in sent.items():
         recv = received[message]
         same_chunks = (
-            send.hi - send.lo == recv.hi - recv.lo
-            if plan.kind is Kind.ALL_TO_ALL
-            else (send.lo, send.hi) == (recv.lo, recv.hi)
+            send.hi - send.lo == recv.hi - recv.lo if plan.kind is Kind.ALL_TO_ALL else (send.lo, send.hi) == (recv.lo, recv.hi)
         )
         if not same_chunks or send.step != recv.step:
             raise _fail(plan, "pairing", f"rank {message[0]} sends {send}, which rank {message[1]} expects as {recv}")
@@ -295,9 +293,7 @@ class _World:
             raise _fail(plan, "definedness", f"rank {plan.rank} reads chunks {lo}..{hi} of WORK before writing them")
         return values
 
-    def _write(
-        self, plan: Plan, rank: _Rank, buffer: Buffer, lo: int, values: list[int], known: list[int], add: bool
-    ) -> None:
+    def _write(self, plan: Plan, rank: _Rank, buffer: Buffer, lo: int, values: list[int], known: list[int], add: bool) -> None:
         held, since = rank.values[buffer], rank.known[buffer]
         if add:
             before = self._read(plan, rank, buffer, lo, lo + len(values))
@@ -331,9 +327,7 @@ def _holds_sum(plan: Plan, world: _World, rank: int, chunk: int) -> int:
 def _holds_symbol(plan: Plan, world: _World, rank: int, chunk: int, source: int, source_chunk: int) -> None:
     """Check that the rank's chunk is x_source[source_chunk], untouched."""
     if world.ranks[rank].values[Buffer.DATA][chunk] != world.expressions.symbol(source, source_chunk):
-        raise _fail(
-            plan, "promise", f"rank {rank} ends with a chunk {chunk} that is not chunk {source_chunk} of rank {source}"
-        )
+        raise _fail(plan, "promise", f"rank {rank} ends with a chunk {chunk} that is not chunk {source_chunk} of rank {source}")
 
 
 def _all_reduced(plan: Plan, world: _World) -> None:

@@ -3,8 +3,15 @@
     detect         the environment of this process -> Launch: my rank, how many we are, where the rendezvous is
     settle         under torchrun, Slurm and MPI: rank 0 starts the coordinator, all learn its address and the secret
     introduce      worker side of the introduction: Launch + my address -> the table of all peers
-    coordinator    the process that introduces workers; membership is its brain, a state machine without I/O
-    secret, zap    one secret per job, the keys made from it, and the door that refuses whoever does not know it
+    coordinator    the process that introduces workers; membership is its brain, a state machine without I/O;
+                   coordinator_process is how others start it
+    secret, zap    one secret per job, the keys made from it, and the door that refuses whoever does not know it;
+                   refusals tells who was turned away
+    launch         `stretto run`: launch_plan (what was asked for), keeper and processes (nobody is left behind),
+                   output (whose line is it), launch_report (whose fault was it)
+    in_process     `stretto.launch`: a job inside a program
+    ledger_file    where a worker leaves the count of bytes it has sent
+    doctor         what to paste into a bug report
     hosts          machines, interfaces, addresses
 
 Only this folder and cli.py read the environment, and nothing here imports torch before it is needed: a launcher and a

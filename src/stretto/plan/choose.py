@@ -46,9 +46,7 @@ def ranking(size: int, num_bytes: int, link: LinkEstimate, segment_bytes: int, g
     """(predicted seconds, algorithm), fastest first; ties in the catalogue's order."""
     predicted = [
         (
-            predict(
-                Kind.ALL_REDUCE, name, size, num_bytes, link.alpha, link.beta, link.gamma, segment_bytes, group=group
-            ),
+            predict(Kind.ALL_REDUCE, name, size, num_bytes, link.alpha, link.beta, link.gamma, segment_bytes, group=group),
             name,
         )
         for name in names(Kind.ALL_REDUCE)
@@ -82,9 +80,7 @@ def choose(
     return Choices(limits, algorithms, link)
 
 
-def _fastest(
-    size: int, num_bytes: int, link: LinkEstimate, segment_bytes: int, group: int, tried: dict[Trial, float]
-) -> str:
+def _fastest(size: int, num_bytes: int, link: LinkEstimate, segment_bytes: int, group: int, tried: dict[Trial, float]) -> str:
     near = [trial for trial in tried if trial.num_bytes == _nearest(num_bytes, tried)]
     if near and num_bytes <= 2 * near[0].num_bytes:
         return min(near, key=lambda trial: tried[trial]).algorithm

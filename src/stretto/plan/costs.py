@@ -160,9 +160,7 @@ def cost(maker: PlanMaker, size: int, num_bytes: int, link: Link) -> float:
     return sum(max(load.in_turn(1, link) for load in loads) for loads in rounds)
 
 
-def _loads(
-    plans: list[Plan], length: Callable[[int, int], int]
-) -> tuple[tuple[tuple[Load, ...], ...], tuple[Load, ...]]:
+def _loads(plans: list[Plan], length: Callable[[int, int], int]) -> tuple[tuple[tuple[Load, ...], ...], tuple[Load, ...]]:
     """The different loads per round, and over all rounds."""
     rounds: defaultdict[int, set[Load]] = defaultdict(set)
     totals: set[Load] = set()
@@ -279,9 +277,7 @@ def _whole(rounds: Callable[[int], int], additions: Callable[[int], int]) -> Cal
 
 def _chunked(rounds: Callable[[int], int], trips: int, sums: int) -> Callable[[int, float, Link], float]:
     """So many rounds, in which the vector but for one chunk of P travels `trips` times and is added `sums` times."""
-    return lambda P, m, link: (
-        rounds(P) * link.alpha + trips * m * (P - 1) / P * link.beta + sums * m * (P - 1) / P * link.gamma
-    )
+    return lambda P, m, link: rounds(P) * link.alpha + trips * m * (P - 1) / P * link.beta + sums * m * (P - 1) / P * link.gamma
 
 
 def _butterfly(P: int, m: float, link: Link) -> float:
@@ -358,9 +354,7 @@ FORMULAS: Mapping[tuple[Kind, str], Formula] = MappingProxyType(
         (Kind.ALL_GATHER, "direct"): Formula("(P-1)α + m(P-1)/P·β", _chunked(_no_wait, 1, 0)),
         (Kind.ALL_TO_ALL, "transpose"): Formula("(P-1)α + m(P-1)/P·β", _chunked(_no_wait, 1, 0)),
         (Kind.BROADCAST, "binomial"): Formula("h(α + mβ)", _whole(depth, lambda P: 0)),
-        (Kind.BROADCAST, "chain"): Formula(
-            "(P-1)(α + mβ); k segments: (P+k-2)(α + m/k·β)", _whole(_no_wait, lambda P: 0)
-        ),
+        (Kind.BROADCAST, "chain"): Formula("(P-1)(α + mβ); k segments: (P+k-2)(α + m/k·β)", _whole(_no_wait, lambda P: 0)),
         (Kind.REDUCE, "binomial"): Formula("h(α + mβ + mγ)", _whole(depth, depth)),
         (Kind.BARRIER, "dissemination"): Formula("hα", lambda P, m, link: depth(P) * link.alpha),
     }

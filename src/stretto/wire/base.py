@@ -83,9 +83,7 @@ class Wire(ABC):
     lost: dict[int, PeerLost]  # peers that are gone, with the reason; a rank never leaves this table
 
     @abstractmethod
-    def send(
-        self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None
-    ) -> Handle:
+    def send(self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None) -> Handle:
         """Start sending contiguous bytes. The memory must not change until the handle is done."""
 
     @abstractmethod

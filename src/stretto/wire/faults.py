@@ -87,9 +87,7 @@ class FaultLedger:
     def __init__(self, faults: Iterable[Fault], links: Iterable[Link]) -> None:
         self.expected: list[str] = [str(fault) for fault in faults]
         links = list(links)
-        self.expected += [
-            kind for kind in ("loss", "duplicate", "reorder") if any(getattr(link, kind) > 0 for link in links)
-        ]
+        self.expected += [kind for kind in ("loss", "duplicate", "reorder") if any(getattr(link, kind) > 0 for link in links)]
         self.fired: Counter[str] = Counter()
 
     def assert_all_fired(self) -> None:

@@ -92,9 +92,7 @@ class Connection:
 class FramedWire(Wire):
     """See the module's text."""
 
-    def __init__(
-        self, rank: int, world_size: int, *, timeouts: Timeouts | None, generation: int, shared_memory: bool
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, *, timeouts: Timeouts | None, generation: int, shared_memory: bool) -> None:
         self.rank = rank
         self.world_size = world_size
         self.lost: dict[int, PeerLost] = {}
@@ -158,9 +156,7 @@ class FramedWire(Wire):
     def said_goodbye(self, rank: int) -> bool:
         return rank in self._left
 
-    def send(
-        self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None
-    ) -> Handle:
+    def send(self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None) -> Handle:
         handle = Handle(to, tag, on_done)
         num_bytes = data.nbytes
         if to in self.lost:

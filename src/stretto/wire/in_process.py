@@ -203,9 +203,7 @@ class InProcessWire(Wire):
 
     # The contract
 
-    def send(
-        self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None
-    ) -> Handle:
+    def send(self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None) -> Handle:
         self._enter()
         self._check_peer("send", to)
         handle = Handle(to, tag, on_done)
@@ -294,10 +292,7 @@ class InProcessWire(Wire):
         if self._killed is not None:
             raise WireKilled(self.rank, self._killed)
         if self._closed:
-            raise WireError(
-                f"rank {self.rank}'s wire is closed: nothing can be sent or received on it any more. Close it "
-                f"last."
-            )
+            raise WireError(f"rank {self.rank}'s wire is closed: nothing can be sent or received on it any more. Close it last.")
 
     def _check_peer(self, verb: str, peer: int) -> None:
         if not 0 <= peer < self.world_size:

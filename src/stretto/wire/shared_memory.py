@@ -149,9 +149,7 @@ def _check_file(status: os.stat_result, size: int) -> None:
 
 def _slots(mapped: mmap.mmap, num_slots: int, slot_bytes: int) -> list[NDArray[np.uint8]]:
     whole = np.frombuffer(mapped, np.uint8)
-    return [
-        whole[COOKIE_BYTES + slot * slot_bytes : COOKIE_BYTES + (slot + 1) * slot_bytes] for slot in range(num_slots)
-    ]
+    return [whole[COOKIE_BYTES + slot * slot_bytes : COOKIE_BYTES + (slot + 1) * slot_bytes] for slot in range(num_slots)]
 
 
 def _close_map(mapped: mmap.mmap) -> None:

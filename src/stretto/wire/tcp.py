@@ -205,9 +205,7 @@ class TcpWire(FramedWire):
             # A stranger that says nothing must not keep a worker waiting: each gets a short life of its own.
             threading.Thread(target=self._welcome, args=(connection, address, arrived), daemon=True).start()
 
-    def _welcome(
-        self, connection: socket.socket, address: object, arrived: queue.Queue[tuple[int, socket.socket]]
-    ) -> None:
+    def _welcome(self, connection: socket.socket, address: object, arrived: queue.Queue[tuple[int, socket.socket]]) -> None:
         connection.settimeout(HANDSHAKE_S)
         self._at_the_door.add(connection)
         try:

@@ -96,10 +96,7 @@ class ThreadsWire(InProcessWire):
 def threads_world(size: int, *, check: bool = False, eager: bool = True) -> list[ThreadsWire]:
     """The wires of a world of `size` ranks in this process. The module's text says what `check` and `eager` do."""
     if size < 1:
-        raise ConfigurationError(
-            f"threads_world({size}): a world has at least one rank. Write threads_world(1) or "
-            f"more."
-        )
+        raise ConfigurationError(f"threads_world({size}): a world has at least one rank. Write threads_world(1) or more.")
     world: list[ThreadsWire] = []
     world.extend(ThreadsWire(rank, world, size, check, eager) for rank in range(size))
     return world

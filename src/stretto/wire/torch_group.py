@@ -215,9 +215,7 @@ class TorchGroupWire(Wire):
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def send(
-        self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None
-    ) -> Handle:
+    def send(self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None) -> Handle:
         handle = Handle(to, tag, on_done)
         num_bytes = data.nbytes
         if to in self.lost:

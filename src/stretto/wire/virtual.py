@@ -547,10 +547,7 @@ class VirtualWorld:
 
 def _check_world(size: int, model: NetworkModel, faults: list[Fault]) -> None:
     if size < 1:
-        raise ConfigurationError(
-            f"virtual_world({size}): a world has at least one rank. Write virtual_world(1) or "
-            f"more."
-        )
+        raise ConfigurationError(f"virtual_world({size}): a world has at least one rank. Write virtual_world(1) or more.")
     if any(link.duplicate or link.reorder for link in model.all_links()):
         raise ConfigurationError(
             "virtual_world with Link(duplicate=...) or Link(reorder=...): a wire is reliable and in order, so "

@@ -183,9 +183,7 @@ class VirtualNetwork:
         for fault in [fault for fault in self._by_count if fault.at_event == self.num_events]:
             self._inject(fault)
 
-    def _carry(
-        self, source: NodeName, to: NodeName, message: Any, link: Link, start: float, end: float
-    ) -> None:
+    def _carry(self, source: NodeName, to: NodeName, message: Any, link: Link, start: float, end: float) -> None:
         delay = link.latency_s + link.jitter.draw(self._random)
         if link.reorder and self._random.random() < link.reorder:
             delay += link.hold_s
