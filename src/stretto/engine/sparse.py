@@ -43,9 +43,10 @@ def _exchange(job: Job, parameter: Tensor, gradient: Tensor | None, weight: floa
     all_indices = job.all_gather(_pad(indices.t().contiguous(), longest))
     all_values = job.all_gather(_pad(values, longest))
     rows = [(all_indices[rank, :length], all_values[rank, :length]) for rank, length in enumerate(lengths[:, 0].tolist())]
-    total = torch.sparse_coo_tensor(
-        torch.cat([part for part, _ in rows]).t(), torch.cat([part for _, part in rows]), parameter.shape, check_invariants=False
-    ).coalesce()
+    indices, values = torch.cat([part for part, _ in rows]).t(), torch.cat([part for _, part in rows])
+    # Said outright, because torch 2.11 warns about leaving it open.
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
+        total = torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
     return total / (combined_weight * job.world_size) if combined_weight else total
 
 
