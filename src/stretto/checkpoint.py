@@ -125,6 +125,11 @@ def _engine(model: nn.Module, optimizer: Optimizer, job: Job | None) -> Engine:
         )
     if job is not None and job is not engine.job:
         raise ConfigurationError("job=... is another job than the one the model was distributed in. Leave it out.")
+    if any(other.joining for other in engine.job.engines):
+        raise ConfigurationError(
+            "save or load inside join: a worker that has run out of data does not get here, and the others would wait for it.\n"
+            "Call it after the join, or give all workers as many batches (Sampler(..., drop_last=True)) and leave join out."
+        )
     return engine
 
 

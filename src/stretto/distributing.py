@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from stretto.api import current_job
-from stretto.engine.admission import check, check_model, check_world
-from stretto.engine.agreement import agree
+from stretto.engine.admission import check, check_model, check_optimizer, check_world
+from stretto.engine.agreement import admit, agree
 from stretto.engine.engine import Engine
 from stretto.engine.state import copy_model, copy_optimizer, share_optimizer
 from stretto.errors import ConfigurationError
@@ -46,11 +47,17 @@ def distribute(
     leaves them alone. `check_finite=True` raises `NonFiniteGradient`, naming rank and parameter, on all workers.
     """
     job = job or current_job()
-    chosen = parse(strategy) if isinstance(strategy, str) else strategy or Strategy()
-    check(model, optimizer, chosen, buffers, check_finite)
-    check_model(model, optimizer, job)
+    chosen, problem = Strategy(), None
+    try:
+        chosen = parse(strategy) if isinstance(strategy, str) else strategy or chosen
+        check(model, optimizer, chosen, buffers, check_finite)
+        check_model(model, optimizer, job)
+        if job.world_size > 1:
+            check_world(model, chosen, job)
+    except ConfigurationError as refused:
+        problem = refused
+    admit(job, problem)
     if job.world_size > 1:
-        check_world(model, chosen, job)
         agree(job, model, optimizer, chosen, {"check_finite": check_finite, "buffers": buffers})
         copy_model(job, model)
         share_optimizer(job, optimizer)
@@ -63,8 +70,19 @@ def distribute(
     engine.optimizer = optimizer
     job.engines.add(engine)
     object.__setattr__(model, ATTRIBUTE, engine)
-    optimizer.register_step_pre_hook(lambda *_: engine.flush())
+    optimizer.register_step_pre_hook(partial(_before_step, engine, [_num_parameters(optimizer)]))
     return model, optimizer
+
+
+def _before_step(engine: Engine, checked: list[int], optimizer: Optimizer, *_: object) -> None:
+    engine.flush()
+    if checked[0] != _num_parameters(optimizer):
+        check_optimizer(engine.model, optimizer)
+        checked[0] = _num_parameters(optimizer)
+
+
+def _num_parameters(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _leave_former_job(model: nn.Module) -> None:
@@ -97,29 +115,59 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def join(model: nn.Module) -> Iterator[None]:
+def join(*models: nn.Module) -> Iterator[None]:
     """Let workers run out of batches at different times. Put it around the loop over the data.
 
     A worker that is done takes part in the others' rounds with weight 0, so the mean is over those that still have data. At the
     end all hold the model and optimizer state of the worker that went on longest. Buffers are not broadcast meanwhile.
+    Several models: in the order in which each batch runs their backwards, every model once.
     """
-    engine = engine_of(model)
-    if engine.job.world_size == 1:
-        yield
-        return
-    engine.joining = True
+    engines = [engine_of(model) for model in models]
+    _check_join(engines)
+    for engine in engines:
+        engine.joining = True
     try:
         yield
-        engine.flush()
+        for engine in engines:
+            engine.flush()
     finally:
-        engine.joining = False
-    rounds = engine.rounds
-    while engine.shadow_round():
+        for engine in engines:
+            engine.joining = False
+    if engines[0].job.world_size > 1:
+        _catch_up(engines)
+
+
+def _check_join(engines: list[Engine]) -> None:
+    if not engines or len(set(engines)) < len(engines):
+        raise ConfigurationError(
+            f"join of {len(engines)} models, {len(set(engines))} of them different: nothing to wait for, or the same one twice.\n"
+            f"Write join(model), or join(model_a, model_b) for two."
+        )
+    if any(other.joining for engine in engines for other in engine.job.engines):
+        raise ConfigurationError(
+            "join inside another join: a worker that has run out would stay at the end of the inner one while the others need it "
+            "in rounds of the outer model.\nWrite one join for all of them, join(model_a, model_b), around the loop."
+        )
+
+
+def _catch_up(engines: list[Engine]) -> None:
+    """Take part until nobody has data, then become equal to whoever went on longest."""
+    rounds = [engine.rounds for engine in engines]
+    while any([engine.shadow_round() for engine in engines]):
         pass
-    longest = [int(count) for count in engine.job.gather_object(rounds)]
-    root = longest.index(max(longest))
-    copy_model(engine.job, model, root)
-    copy_optimizer(engine.job, engine.optimizer, root)
+    for engine, mine in zip(engines, rounds, strict=True):
+        everybody = engine.job.gather_object([mine, engine.learning_rates()])
+        longest = [int(count) for count, _ in everybody]
+        for rank, (_, rates) in enumerate(everybody):
+            if rates != everybody[0][1]:
+                raise ConfigurationError(
+                    f"at the end of join the learning rates differ: {everybody[0][1]} on rank 0, {rates} on rank {rank}.\n"
+                    f"A scheduler was stepped inside, more often where there were more batches: workers would drift apart.\n"
+                    f"Step it after the join (once per epoch), or give all as many batches: Sampler(..., drop_last=True)."
+                )
+        root = longest.index(max(longest))
+        copy_model(engine.job, engine.model, root)
+        copy_optimizer(engine.job, engine.optimizer, root)
 
 
 def weight(value: float, *, job: Job | None = None) -> None:

@@ -98,10 +98,12 @@ class Job:
             self.run(Kind.ALL_REDUCE, tensor, chosen, op=op)
         return tensor
 
-    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+    def broadcast(
+        self, tensor: torch.Tensor, root: int = 0, *, name: tuple[int, int] | None = None, label: str = ""
+    ) -> torch.Tensor:
         self._check_rank(root, "root")
         large = tensor.numel() * tensor.element_size() >= LARGE_BYTES
-        self.run(Kind.BROADCAST, tensor, "chain" if large else "binomial", root=root)
+        self.run(Kind.BROADCAST, tensor, "chain" if large else "binomial", root=root, name=name, label=label)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -134,14 +136,24 @@ class Job:
     def barrier(self) -> None:
         self.run(Kind.BARRIER, torch.empty(0, dtype=torch.uint8), "dissemination")
 
-    def run(self, kind: Kind, tensor: torch.Tensor, algorithm: str, *, op: str = "sum", root: int = 0, label: str = "") -> None:
+    def run(
+        self,
+        kind: Kind,
+        tensor: torch.Tensor,
+        algorithm: str,
+        *,
+        op: str = "sum",
+        root: int = 0,
+        name: tuple[int, int] | None = None,
+        label: str = "",
+    ) -> None:
         """Run one collective of the catalogue on `tensor`, in place, and wait for it."""
         dtype_code(tensor.dtype)
         self._check_open()
         if self.world_size == 1:
             return
         flat, bring_back = self._staging.borrow(tensor)
-        self.start(kind, flat, algorithm, op=op, root=root, label=label).wait()
+        self.start(kind, flat, algorithm, op=op, root=root, name=name, label=label).wait()
         bring_back()
 
     def start(

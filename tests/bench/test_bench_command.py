@@ -47,6 +47,7 @@ def test_every_contender_is_measured_at_every_size_in_workers_of_its_own(tmp_pat
     assert report.settings.command == "stretto bench allreduce -n 2 " + " ".join([*SMALL, "--json", "out.json"])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_busy_main_thread_gives_rows_of_its_own(tmp_path: Path) -> None:
     options = ["-n", "2", "--sizes", "4K", "--repeat", "2", "--algorithms", "auto", "--wire", "plain", "--busy"]
@@ -58,6 +59,7 @@ def test_a_busy_main_thread_gives_rows_of_its_own(tmp_path: Path) -> None:
     assert "gloo" not in {contender for _, contender, _, _ in rows_of(tmp_path / "out.json")}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.root
 def test_lab_hosts_are_measured_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -66,3 +67,25 @@ def test_training_is_no_change() -> None:
 def test_its_buffers_are_the_models() -> None:
     made = model()
     assert list(map(id, Watch(made).buffers())) == list(map(id, made.buffers()))
+
+
+def test_a_layer_that_takes_the_place_and_the_address_of_another_is_noticed() -> None:
+    made = model()
+    watch, address = Watch(made), id(made[2])
+    delattr(made, "2")  # in the same table, unlike del made[2]
+    layers = [nn.Linear(3, 1) for _ in range(100)]  # were the old one gone, one of these would have its address
+    made.add_module("2", next((layer for layer in layers if id(layer) == address), layers[0]))
+    assert watch.changed(closely=False)
+
+
+def test_looking_at_2000_parameters_takes_less_than_a_millisecond() -> None:
+    watch = Watch(nn.Sequential(*(nn.Linear(1, 1) for _ in range(1000))))
+    assert min(timeit.repeat(lambda: watch.changed(closely=False), number=1, repeat=20)) < 1e-3
+
+
+def test_a_buffer_is_replaced_wherever_the_model_has_it() -> None:
+    made = model()
+    made[0].register_buffer("again", made[1][1].running_mean)
+    old, new = made[0].again, torch.ones(3)
+    Watch(made).replace_buffer(old, new)
+    assert made[0].again is new and made[1][1].running_mean is new

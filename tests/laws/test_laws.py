@@ -55,10 +55,11 @@ def _worlds() -> list[Any]:
     quick = [(SMALL_BUCKETS, name, 3, STEPS) for name in names]
     quick += [(PLAIN, name, 2, FEW) for name in names]
     quick += [(strategy, "mlp", size, FEW) for strategy in STRATEGIES for size in SIZES]
-    quick += [(strategy, "mlp", size, FEW) for strategy in EVERY_ALGORITHM for size in (2, 3, 4, 7)]
+    quick += [(strategy, "mlp", size, FEW) for strategy in EVERY_ALGORITHM for size in (3, 7)]
     quick = list(dict.fromkeys(quick))
     steps = dict.fromkeys(SIZES, FEW) | {3: STEPS}
-    whole = [(strategy, name, size, steps[size]) for strategy in STRATEGIES for name in names for size in SIZES]
+    whole = [(strategy, "mlp", size, FEW) for strategy in EVERY_ALGORITHM for size in (2, 4)]
+    whole += [(strategy, name, size, steps[size]) for strategy in STRATEGIES for name in names for size in SIZES]
     slow = [world for world in whole if world not in set(quick)]
     return [pytest.param(*world, id=_id(world)) for world in quick] + [
         pytest.param(*world, id=_id(world), marks=pytest.mark.slow) for world in slow

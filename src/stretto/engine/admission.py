@@ -46,7 +46,7 @@ def check_model(model: nn.Module, optimizer: Optimizer, job: Job) -> None:
             f"Unfreeze something (requires_grad_(True)) before distribute()."
         )
     _check_first_time(model, job)
-    _check_optimizer(model, optimizer)
+    check_optimizer(model, optimizer)
 
 
 def _check_first_time(model: nn.Module, job: Job) -> None:
@@ -66,7 +66,8 @@ def _check_first_time(model: nn.Module, job: Job) -> None:
             )
 
 
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """At the beginning, and again when parameters were added to the optimizer."""
     parameters = set(model.parameters())
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -9,9 +9,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.errors import RankMismatch
+from stretto.errors import ConfigurationError, RankMismatch
 from stretto.session import Job
 from stretto.strategy import Strategy
+
+
+def admit(job: Job, problem: ConfigurationError | None) -> None:
+    """Raise on every worker if any has a problem with its own arguments: the others must hear of it rather than wait."""
+    problems = [None if problem is None else str(problem)]
+    if job.world_size > 1:
+        problems = job.gather_object(problems[0])
+    if problem is not None:
+        raise problem
+    for rank, theirs in enumerate(problems):
+        if theirs is not None:
+            raise ConfigurationError(f"distribute() was refused on rank {rank}, so nobody can begin. There it said:\n{theirs}")
 
 
 def agree(job: Job, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.request import Pending
+from stretto.errors import ConfigurationError
 from stretto.schedule.orders import Schedule
 
 PRECISE = (torch.float32, torch.float64)
@@ -74,6 +75,7 @@ class Bucket:
         view, gradient = self.views[slot], self.parameters[slot].grad
         assert gradient is not None
         if gradient is not view:
+            refuse_graph(gradient)
             with torch.no_grad():
                 view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
             self.parameters[slot].grad = view
@@ -84,6 +86,8 @@ class Bucket:
         self.used = [gradient is not None for gradient in gradients]
         absent = [view for view, gradient in zip(self.views, gradients, strict=True) if gradient is None]
         moved = [(view, g) for view, g in zip(self.views, gradients, strict=True) if g is not None and g is not view]
+        for _, gradient in moved:
+            refuse_graph(gradient)
         with torch.no_grad():
             if absent:
                 torch._foreach_zero_(absent)
@@ -107,12 +111,27 @@ class Bucket:
         values = self.notes.tolist()
         return Notes(*values[:NUM_NOTES]), [value > 0 for value in values[NUM_NOTES:]]
 
+    def all_used_everywhere(self, world_size: int) -> bool:
+        """Of the closing bucket, once combined: whether every worker had a gradient for every parameter."""
+        return bool((self.notes[NUM_NOTES:] > 1.0 - 0.5 / world_size).all())
+
     def reset(self) -> None:
         self.fired = [False] * len(self.parameters)
         self.missing = len(self.parameters)
         self.sent = False
         self.pending = None
         self.bring_back = None
+
+
+def refuse_graph(gradient: Tensor) -> None:
+    """What is combined is a copy in a bucket, without the graph that leads to it."""
+    if gradient.requires_grad:
+        raise ConfigurationError(
+            "backward(create_graph=True) of a distributed model: p.grad becomes the mean over all workers, which has no graph: "
+            "second derivatives through it would be wrong.\n"
+            "Use torch.autograd.grad(loss, parameters, create_graph=True) for the inner derivative, and a plain backward() for "
+            "the loss that is made of it."
+        )
 
 
 def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
 from typing import Any, Final, cast
@@ -38,12 +38,12 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.collectives.plan import Kind
 from stretto.collectives.staging import Staging
-from stretto.engine.bucket import Bucket, Notes, make_buckets
+from stretto.engine.bucket import Bucket, Notes, make_buckets, refuse_graph
 from stretto.engine.finite import FiniteCheck
 from stretto.engine.sparse import exchange_sparse, sparse_parameters
-from stretto.engine.state import copy_tensors
+from stretto.engine.state import copy_buffers, copy_by
 from stretto.engine.watch import Watch
-from stretto.errors import BackwardFailed
+from stretto.errors import BackwardFailed, StrettoError
 from stretto.session import Job
 from stretto.strategy import Strategy
 
@@ -80,6 +80,7 @@ class Engine:
         self._native = strategy.aggregate.algorithm == "native"
         self._sends_early = not (strategy.schedule.waits_for_backward or self._native)  # torch's own need one order everywhere
         self._open = False  # a gradient of this round has come
+        self._buffers_saved = False  # a forward has come whose backward has not: autograd may have saved buffers
         self._task = NO_TASK  # the backward at whose end the round closes
         self._part = Part.WORKING
         self._late: dict[int, Tensor] = {}
@@ -130,10 +131,18 @@ class Engine:
         closely, self._look_closely = self._look_closely, False
         if not self._watch.changed(closely=closely):
             return
-        copy_tensors(self.job, [p for p in self.model.parameters() if p not in self._known])
+        known = self._known
         for handle in self._gradient_hooks:
             handle.remove()
         self._lay_out()
+        new = [p for p in self.model.parameters() if p not in known]
+        copy_by(partial(self._broadcast, f" of new parameters{self._label}"), new)
+
+    def _broadcast(self, label: str, tensor: Tensor) -> Tensor:
+        """Rank 0's. It has its place in the stream of this engine's rounds: whoever is elsewhere in it is found out at once."""
+        name = (self.channel, self._sequence & 0xFFFFFFFF)
+        self._sequence += 1
+        return self.job.broadcast(tensor, name=name, label=f"{label} before round {self.rounds}")
 
     @property
     def closing(self) -> Bucket:
@@ -155,7 +164,9 @@ class Engine:
         self.flush()
         self._notice_changes()
         if module.training and torch.is_grad_enabled() and self.synchronising and self.broadcast_buffers and not self.joining:
-            copy_tensors(self.job, self._watch.buffers())
+            broadcast = partial(self._broadcast, " of buffers")
+            copy_buffers(self.job, self._watch, broadcast, saved=self._buffers_saved)
+        self._buffers_saved |= torch.is_grad_enabled()
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if self.inert or not torch.is_grad_enabled() or _current_task() != NO_TASK:
@@ -207,6 +218,7 @@ class Engine:
     def _keep_late(self, parameter: Tensor) -> None:
         number, gradient = self.number[parameter], parameter.grad
         assert gradient is not None
+        refuse_graph(gradient)
         self._late[number] = gradient.detach() if number not in self._late else self._late[number] + gradient.detach()
         parameter.grad = None
 
@@ -230,7 +242,20 @@ class Engine:
         flat, ready, bucket.bring_back = self._staging.lend(bucket.flat)
         name = (self.channel, (self._sequence + bucket.number) & 0xFFFFFFFF)
         algorithm = self._algorithm(bucket.num_bytes)
-        bucket.pending = self.job.start(Kind.ALL_REDUCE, flat, algorithm, op="mean", name=name, ready=ready, label=self._label)
+        label = self._label + (self._rates() if bucket is self.closing else "")
+        bucket.pending = self.job.start(Kind.ALL_REDUCE, flat, algorithm, op="mean", name=name, ready=ready, label=label)
+
+    def _rates(self) -> str:
+        """Workers that step with different learning rates drift apart. Under `join`, who has run out does not step: no matter."""
+        if self.joining or self._part is Part.ABSENT:
+            return ""
+        return f" and learning rates {self.learning_rates()}"
+
+    def learning_rates(self) -> list[float | None]:
+        """Of the optimizer's groups. Not those on an accelerator: reading one would wait for it."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        rates = [group["lr"] for group in groups if "lr" in group]
+        return [None if isinstance(rate, Tensor) and rate.device.type != "cpu" else float(rate) for rate in rates]
 
     def _algorithm(self, num_bytes: int) -> str:
         algorithm = self.strategy.aggregate.algorithm
@@ -239,22 +264,32 @@ class Engine:
     # -- the end of a round -------------------------------------------------------------------------------------------
 
     def _end_of_backward(self) -> None:
-        self._task = NO_TASK
         if self._open:
             self._finish_round(Part.WORKING)
+        self._task = NO_TASK
 
     def _finish_round(self, part: Part) -> Notes:
         """Send what has not left, wait for everything, and give every parameter its combined gradient."""
-        self._part = part
+        used = self._complete_buckets()  # what it refuses leaves the round open: nothing of the rest has left, and flush says so
+        self._part, self._task = part, NO_TASK
         try:
-            self._send_rest()
+            self._send_rest(used)
             self._receive()
             return self._hand_out()
+        except Exception:
+            self._let_finish()
+            raise
         finally:
             self._reset()
 
-    def _send_rest(self) -> None:
-        used = self._complete_buckets()
+    def _let_finish(self) -> None:
+        """After an error: other buckets may be under way, and their memory is not free until they have arrived or failed too."""
+        for bucket in self.buckets:
+            if bucket.pending is not None:
+                with suppress(StrettoError):
+                    bucket.pending.wait()
+
+    def _send_rest(self, used: list[bool]) -> None:
         notes = Notes(self._weight, bool(self._late), self._part is Part.FAILED, self._part is not Part.ABSENT)
         for bucket in self.buckets[:-1]:
             if not bucket.sent:
@@ -267,6 +302,9 @@ class Engine:
         for bucket in self.buckets:
             if not bucket.sent:
                 bucket.collect()
+        for _, parameter in self.sparse:
+            if parameter.grad is not None:
+                refuse_graph(parameter.grad)
         return [used for bucket in self.buckets for used in bucket.used]
 
     def _receive(self) -> None:
@@ -292,8 +330,8 @@ class Engine:
                 bucket.gradients.div_(notes.weight)
         for (_, parameter), view in zip(self.dense, self._views, strict=True):
             parameter.grad = view
+        self._look_closely |= not self.closing.all_used_everywhere(self.job.world_size)
         if not all(used):
-            self._look_closely = True
             for (_, parameter), somewhere in zip(self.dense, used, strict=True):
                 if not somewhere:
                     parameter.grad = None
@@ -329,6 +367,7 @@ class Engine:
             bucket.reset()
         self._late.clear()
         self._open = False
+        self._buffers_saved = False
         self._part = Part.WORKING
         self.rounds += 1
         self.job.ledger.count_round(staleness=0)

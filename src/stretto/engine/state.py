@@ -5,7 +5,7 @@ What is not a tensor travels as msgpack, tensors by broadcast; the receiving sid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stretto.engine.watch import Watch
 from stretto.errors import ConfigurationError
 from stretto.session import Job
 
@@ -27,12 +28,45 @@ def copy_model(job: Job, model: nn.Module, root: int = 0) -> None:
 
 def copy_tensors(job: Job, tensors: Iterable[Tensor], root: int = 0) -> None:
     """Replace the tensors, in place, by those of rank `root`; those of one dtype and device go together while they are small."""
+    copy_by(lambda tensor: job.broadcast(tensor, root), tensors)
+
+
+def copy_by(broadcast: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:
+    """The same by a broadcast of the caller's: one that carries a name, say."""
     for group in _groups(tensors):
         if len(group) == 1:
-            job.broadcast(group[0].data, root)
+            broadcast(group[0].data)
         else:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            _scatter(job.broadcast(flat, root), group)
+            _scatter(broadcast(flat), group)
+
+
+def copy_buffers(job: Job, watch: Watch, broadcast: Callable[[Tensor], Tensor], *, saved: bool) -> None:
+    """Replace the model's buffers by those of rank 0 where they differ; `saved`: a backward to come may read what is there.
+
+    In place, so that references to a buffer stay good, and openly: autograd raises if it has saved the buffer after all. If it
+    probably has, the model gets a new tensor. Statistics of a BatchNorm in training are written in place behind autograd's back:
+    it saves them for a backward that does not read them, and two forwards before one backward (a GAN's) are nothing wrong.
+    """
+    statistics = watch.statistics()
+    for group in _groups(watch.buffers()):
+        flat = torch.cat([buffer.detach().reshape(-1) for buffer in group])
+        broadcast(flat)
+        if job.rank != 0:
+            for buffer, part in zip(group, torch.split(flat, [buffer.numel() for buffer in group]), strict=True):
+                _write_buffer(watch, buffer, part.view(buffer.shape), hidden=id(buffer) in statistics, saved=saved)
+
+
+def _write_buffer(watch: Watch, buffer: Tensor, value: Tensor, *, hidden: bool, saved: bool) -> None:
+    if hidden:
+        buffer.data.copy_(value)
+    elif torch.equal(buffer, value):
+        return
+    elif saved:
+        watch.replace_buffer(buffer, torch.empty_like(buffer).copy_(value))
+    else:
+        with torch.no_grad():
+            buffer.copy_(value)
 
 
 def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -51,8 +85,6 @@ def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def _scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
     start = 0
     for target in targets:
-        # Through .data: two forwards before one backward (a GAN's) must not end in "modified by an inplace operation" on account
-        # of a BatchNorm buffer, which autograd saves for a backward that does not read it in training.
         target.data.copy_(flat[start : start + target.numel()].view(target.shape))
         start += target.numel()
 

@@ -1,7 +1,8 @@
 """Noticing that a model's parameters are not what they were, at every forward, without walking its tree of modules.
 
 A walk costs about a microsecond per parameter and module, more than the rest of a round for models of many small parameters. The
-tables that the tree is made of are kept instead: as long as they hold the same objects, a walk would find the same.
+tables that the tree is made of are kept instead: as long as they hold the same objects, a walk would find the same. The objects
+are kept too, until the next look: the address of one that is gone may be given to the one that replaces it.
 
 A parameter that was frozen gets no gradient any more, which the end of a round sees anyway: flags of parameters that wanted a
 gradient are only read when that has been seen (`closely`).
@@ -9,9 +10,13 @@ gradient are only read when that has been seen (`closely`).
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Watch:
@@ -19,28 +24,47 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._children = [module._modules for module in modules if module._modules]
+        children = [module._modules for module in modules if module._modules]
         self._own = [module._parameters for module in modules if module._parameters]
         self._empty = [table for module in modules for table in (module._modules, module._parameters) if not table]
         self._buffers = [module._buffers for module in modules]
+        self._norms = [module for module in modules if isinstance(module, _NormBase)]
+        self._tables: list[Any] = [*children, *self._own]
+        self._members_before = self._members()
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._before, self._closely_before = self._look(), self._look_closely()
 
     def changed(self, *, closely: bool) -> bool:
         if closely and self._look_closely() != self._closely_before:
             return True
-        return self._look() != self._before
+        return self._other_members() or self._look() != self._before
 
     def buffers(self) -> list[Tensor]:
         """As `model.buffers()`, of the modules that were there; one that is in two modules comes once."""
         found = {id(buffer): buffer for table in self._buffers for buffer in table.values() if buffer is not None}
         return list(found.values())
 
+    def statistics(self) -> set[int]:
+        """The ids of those buffers that backward does not read, although autograd saves them: of normalisation in training."""
+        return {id(norm._buffers.get(name)) for norm in self._norms if norm.training for name in STATISTICS}
+
+    def replace_buffer(self, old: Tensor, new: Tensor) -> None:
+        """Wherever the model has `old`."""
+        for table in self._buffers:
+            for name, buffer in table.items():
+                if buffer is old:
+                    table[name] = new
+
+    def _members(self) -> list[nn.Module | Tensor | None]:
+        return [member for table in self._tables for member in table.values()]
+
+    def _other_members(self) -> bool:
+        now, before = self._members(), self._members_before
+        return len(now) != len(before) or not all(map(is_, now, before))
+
     def _look(self) -> tuple[Any, ...]:
-        firsts = [next(iter(table.values())) for table in self._own]  # what converts a module converts all of it
+        firsts = [next(iter(table.values()), None) for table in self._own]  # what converts a module converts all of it
         return (
-            [id(child) for table in self._children for child in table.values()],
-            [id(p) for table in self._own for p in table.values()],
             [(p.dtype, p.device) for p in firsts if p is not None],
             any(self._empty),
             any(p.requires_grad for p in self._frozen),
