@@ -44,6 +44,7 @@ from stretto.engine.sparse import exchange_sparse, sparse_parameters
 from stretto.engine.state import copy_buffers, copy_by
 from stretto.engine.watch import Watch
 from stretto.errors import BackwardFailed, StrettoError
+from stretto.observe.compute import tensors_in
 from stretto.session import Job
 from stretto.strategy import Strategy
 
@@ -171,7 +172,7 @@ class Engine:
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if self.inert or not torch.is_grad_enabled() or _current_task() != NO_TASK:
             return
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(self._on_backward_begins)  # type: ignore[no-untyped-call]
 
@@ -442,20 +443,6 @@ def _digest(buckets: Sequence[Bucket], sparse: Sequence[tuple[str, Tensor]]) -> 
     """Of who sits where: workers with different layouts must not add one's gradients to another's."""
     places = [f"{bucket.number} {name} {view.shape} {view.stride()}" for bucket in buckets for name, view in bucket.named_views]
     return zlib.crc32("\n".join([*places, *(name for name, _ in sparse)]).encode())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from _tensors(getattr(value, name))
 
 
 def _current_task() -> int:

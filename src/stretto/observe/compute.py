@@ -51,7 +51,7 @@ class _Passes:
     def forward_ends(self, module: nn.Module, arguments: Any, output: Any) -> None:
         self._tracer.span("compute", f"forward {self._name}", self._forward_ns.pop())
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
@@ -72,15 +72,16 @@ class _Passes:
         self._tracer.span("update", "update", self._update_ns)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in what a model returns: alone, or in dicts, lists, tuples and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif hasattr(value, "__dataclass_fields__"):
         for name in value.__dataclass_fields__:
-            yield from _tensors(getattr(value, name))
+            yield from tensors_in(getattr(value, name))
