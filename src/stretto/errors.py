@@ -10,6 +10,7 @@
     ├── CheckpointError                     a checkpoint could not be written, or is damaged, or is of another model
     ├── NonFiniteGradient (.found)          NaN or infinity in a gradient (with check_finite=True)
     ├── BackwardFailed (.ranks)             backward ended in an exception on other workers, so there is no combined gradient
+    ├── MalformedPayload                    bytes that no encoder of that codec writes (from a peer: FrameError, with its rank)
     └── WireError                           something went wrong between running workers
         ├── PeerLost (.rank)                that worker died, was stopped, left, or its link is cut
         ├── WireTimeout (.rank, .tag)       that worker is alive but did not arrive before the deadline
@@ -92,6 +93,10 @@ class BackwardFailed(StrettoError):
 
     def __reduce__(self) -> tuple[type[BackwardFailed], tuple[list[int]]]:
         return BackwardFailed, (self.ranks,)
+
+
+class MalformedPayload(StrettoError):
+    """Bytes that no encoder of that codec writes: a wrong length, a reserved code, a scale that is not finite, ..."""
 
 
 class WireError(StrettoError):

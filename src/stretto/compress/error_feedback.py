@@ -1,0 +1,84 @@
+"""Error feedback: what a payload did not say is said later.
+
+    p = g + e            what is to be sent: this round's gradient and what is left from before
+    send C(p)            combined over workers by whatever exchange suits C
+    e = p - C(p)         stays here
+
+Invariant (conservation): the sum of everything sent plus the residual is the sum of all gradients, per worker, whatever C is. In a
+            two-phase exchange the worker that combines a block keeps a second residual of the means it encodes.
+Units:      of the gradient, not of the update: the learning rate may change freely. (With weights, of weight times gradient; with
+            a `GradScaler` given to `distribute(scaler=...)`, unscaled.)
+Memory:     8 bytes per parameter (the residual, and the next one until the round has ended well everywhere); two-phase: 8/P more.
+Converges for any contraction C with the rate of plain SGD up to higher-order terms.
+References: Seide et al., "1-Bit SGD", Interspeech 2014; Stich et al., "Sparsified SGD with Memory", NeurIPS 2018; Karimireddy et
+            al., ICML 2019. Departs from the last: the learning rate stays outside of the residual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from stretto.compress.codec import Codec, Compression
+from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange, uses_two_phases
+from stretto.compress.layout import Layout
+from stretto.compress.none import NoCompression
+from stretto.compress.rounds import Steps, Turn
+from stretto.errors import ConfigurationError
+
+RESIDUAL, SERVER = "residual", "server_residual"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFeedback(Compression):
+    """`codec`: anything that is a contraction. One with a memory of its own (`DGC`, `DeMo`, `OneBitAdam`) needs no other."""
+
+    codec: Compression
+    flat_kinds: ClassVar[frozenset[str]] = frozenset((RESIDUAL, SERVER))
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Compression) or self.codec.lossless or not (takes_residual(self.codec)):
+            raise ConfigurationError(
+                f"ErrorFeedback({self.codec!r}): there is no error to feed back, or it keeps a memory of its own.\n"
+                f"Write it around a lossy codec: ErrorFeedback(Sign()), ErrorFeedback(TopK(0.01)), ErrorFeedback(PowerSGD(4))."
+            )
+
+    def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:
+        inner = self.codec.for_parameter(name, shape)
+        return inner if isinstance(inner, NoCompression) or inner.lossless else ErrorFeedback(inner)
+
+    def refusal(self, algorithm: str) -> str | None:
+        if isinstance(self.codec, Codec) and self.codec.payload_dtype is None and algorithm in HOP_ALGORITHMS:
+            return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
+        return self.codec.refusal(algorithm)
+
+    def exchange(self, values: Tensor, turn: Turn) -> Steps:
+        own = turn.state.own
+        residual = torch.add(values, own.flat(RESIDUAL), out=own.next_flat(RESIDUAL))
+        if not isinstance(self.codec, Codec):
+            yield from _around(self.codec, values, residual, turn)
+            return
+        feedback = Feedback(residual)
+        if uses_two_phases(self.codec, turn.world_size) and self.codec.payload_dtype is None:
+            mine = turn.parts_of(self.codec)[turn.rank]
+            server = own.flat(SERVER, mine.start, mine.stop)
+            feedback = Feedback(residual, server, own.next_flat(SERVER))
+        yield from exchange(self.codec, values, turn, feedback)
+
+    def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:
+        return self.codec.bytes_sent(layout, rank, world_size, algorithm)
+
+
+def takes_residual(codec: Compression) -> bool:
+    """Whether what it could not say is all that must be remembered. Those with momentum of their own remember it themselves."""
+    return codec.optimizer_hint is None and not isinstance(codec, ErrorFeedback)
+
+
+def _around(codec: Compression, values: Tensor, residual: Tensor, turn: Turn) -> Steps:
+    """Of one that drives its own rounds (PowerSGD): what all of them combined is what was said, so the mean is conserved."""
+    values.copy_(residual)
+    yield from codec.exchange(values, turn)
+    residual.sub_(values)

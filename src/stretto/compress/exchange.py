@@ -1,0 +1,177 @@
+"""How payloads meet. Four exchanges; n values, P workers, a payload of L bytes each:
+
+    summed      payloads are numbers that add up; any all-reduce             about 2 L (P-1)/P sent per worker
+    gathered    everybody gets every payload and adds what it decodes        L (P-1)
+    two-phase   blocks are shared out: each worker gets everybody's          2 L (P-1)/P
+                payloads of its blocks, adds them up, encodes the mean
+                anew, and all gather that
+    in hops     ring or halving-doubling that decodes, adds and encodes      2 L (P-1)/P
+                anew at every hop
+
+All add in the order of ranks, from the same bytes: all workers end with the same bits. Two-phase encodes twice, in hops up to P
+times, where gathering encodes once: up to P = 2 gathering is as cheap and loses less, so it is used there.
+
+Payloads whose length depends on the values are gathered after their lengths (8 bytes each), padded to the longest.
+
+References: two-phase: Tang et al., "1-bit Adam", ICML 2021, section 5 (there with one scale per worker and chunk). Departs from it:
+chunks are whole blocks, so what is computed does not depend on who computes it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.collectives import catalogue
+from stretto.collectives.plan import Kind
+from stretto.collectives.schedule import compile_plan
+from stretto.compress.draw import Draw
+from stretto.compress.layout import Blocks
+from stretto.compress.rounds import Gather, Steps, Sum, SumInHops, Transpose, Turn, parts
+from stretto.errors import FrameError, MalformedPayload
+
+if TYPE_CHECKING:
+    from stretto.compress.codec import Codec
+
+HOP_ALGORITHMS = ("ring", "halving_doubling")
+
+
+class Feedback(NamedTuple):
+    """The memory of error feedback in one round. `residual`: on entry what is to be sent, on return what was not.
+
+    `server`: the part of the second phase's residual that this worker keeps (its own blocks), and `next_server` its successor.
+    """
+
+    residual: Tensor
+    server: Tensor | None = None
+    next_server: Tensor | None = None
+
+
+def exchange(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None = None) -> Steps:
+    """Replace `values` by the mean over workers of what their payloads say. With `feedback`, its residual is what is encoded."""
+    if codec.payload_dtype is not None:
+        yield from _summed(codec, values, turn, feedback)
+    elif turn.algorithm in HOP_ALGORITHMS and codec.hop() is not None:
+        assert feedback is None
+        yield from _in_hops(codec, values, turn)
+    elif uses_two_phases(codec, turn.world_size):
+        yield from _two_phase(codec, values, turn, feedback)
+    else:
+        yield from _gathered(codec, values, turn, feedback)
+
+
+def uses_two_phases(codec: Codec, world_size: int) -> bool:
+    return codec.splits and world_size > 2
+
+
+def _summed(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None) -> Steps:
+    """Divided by P before, not after: a sum of P half-precision numbers may be too large for one."""
+    blocks, size = turn.blocks_of(codec), turn.world_size
+    source = values if feedback is None else feedback.residual
+    source.mul_(1.0 / size)
+    payload = _encode(codec, source, blocks, turn.draw, feedback)
+    if feedback is not None:
+        source.mul_(size)
+    total = yield Sum(payload.view(codec.payload_dtype))
+    values.copy_(codec.decode(total.view(torch.uint8), blocks, turn.draw))
+
+
+def _in_hops(codec: Codec, values: Tensor, turn: Turn) -> Steps:
+    values.copy_((yield SumInHops(values, codec.hop())))
+    values.mul_(1.0 / turn.world_size)
+
+
+def _gathered(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None) -> Steps:
+    blocks = turn.blocks_of(codec)
+    payload = _encode(codec, values if feedback is None else feedback.residual, blocks, turn.draw, feedback)
+    lengths = [len(payload)] * turn.world_size
+    if codec.num_bytes(blocks) is None:
+        told = yield Gather(torch.tensor([len(payload)]))
+        lengths = _checked(told.flatten().tolist(), codec, blocks)
+    rows = yield Gather(_padded(payload, max(lengths)))
+    values.zero_()
+    for rank, length in enumerate(lengths):
+        _add(codec, rows[rank, :length], blocks, turn.draw, values, rank)
+    values.mul_(1.0 / turn.world_size)
+
+
+def _checked(lengths: list[int], codec: Codec, blocks: Blocks) -> list[int]:
+    """What others say of their payloads decides how much memory is taken: not more than a payload can need."""
+    for rank, length in enumerate(lengths):
+        if not 0 <= length <= codec.max_bytes(blocks):
+            raise FrameError(rank, f"{codec!r}: it announces {length} bytes where at most {codec.max_bytes(blocks)} can come")
+    return lengths
+
+
+def _two_phase(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None) -> Steps:
+    shares, mine = turn.parts_of(codec), turn.parts_of(codec)[turn.rank]
+    lengths = [_length(codec, share.blocks) for share in shares]
+    source = values if feedback is None else feedback.residual
+    rows = torch.zeros((turn.world_size, max(lengths)), dtype=torch.uint8, device=values.device)
+    for row, share, length in zip(rows, shares, lengths, strict=True):
+        row[:length] = _encode(codec, source[share.start : share.stop], share.blocks, turn.draw, feedback)
+    arrived = yield Transpose(rows)
+    total = torch.zeros(mine.stop - mine.start, device=values.device)
+    for rank in range(turn.world_size):
+        _add(codec, arrived[rank, : lengths[turn.rank]], mine.blocks, turn.draw, total, rank)
+    total.mul_(1.0 / turn.world_size)
+    combined = yield Gather(_padded(_encode_mean(codec, total, mine.blocks, turn.draw.again(), feedback), max(lengths)))
+    for rank, (share, length) in enumerate(zip(shares, lengths, strict=True)):
+        part = values[share.start : share.stop].zero_()
+        _add(codec, combined[rank, :length], share.blocks, turn.draw.again(), part, rank)
+
+
+def _encode(codec: Codec, values: Tensor, blocks: Blocks, draw: Draw, feedback: Feedback | None) -> Tensor:
+    return codec.encode(values, blocks, draw) if feedback is None else codec.encode_residual(values, blocks, draw)
+
+
+def _encode_mean(codec: Codec, mean: Tensor, blocks: Blocks, draw: Draw, feedback: Feedback | None) -> Tensor:
+    if feedback is None or feedback.server is None or feedback.next_server is None:
+        return codec.encode(mean, blocks, draw)
+    torch.add(mean, feedback.server, out=feedback.next_server)
+    return codec.encode_residual(feedback.next_server, blocks, draw)
+
+
+def _add(codec: Codec, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor, rank: int) -> None:
+    try:
+        codec.add_decoded(payload, blocks, draw, total)
+    except MalformedPayload as problem:
+        raise FrameError(rank, f"{codec!r}: {problem}") from problem
+
+
+def _padded(payload: Tensor, length: int) -> Tensor:
+    if len(payload) == length:
+        return payload
+    row = torch.zeros(length, dtype=torch.uint8, device=payload.device)
+    row[: len(payload)] = payload
+    return row
+
+
+def _length(codec: Codec, blocks: Blocks) -> int:
+    length = codec.num_bytes(blocks)
+    assert length is not None, "a codec that splits has payloads of a known length"
+    return length
+
+
+def bytes_sent(codec: Codec, blocks: Blocks, rank: int, world_size: int, algorithm: str) -> int | None:
+    """Payload bytes that a worker sends in one round; None if it depends on the values."""
+    length = codec.num_bytes(blocks)
+    if world_size == 1 or length is None:
+        return 0 if world_size == 1 else None
+    if codec.payload_dtype is not None:
+        return bytes_of_sum(length // codec.payload_dtype.itemsize, codec.payload_dtype.itemsize, rank, world_size, algorithm)
+    if algorithm in HOP_ALGORITHMS and (hop := codec.hop()) is not None:
+        units = -(-blocks.num_elements // hop.unit)
+        return bytes_of_sum(units, hop.num_bytes(hop.unit), rank, world_size, algorithm)
+    if uses_two_phases(codec, world_size):
+        longest = max(_length(codec, share.blocks) for share in parts(blocks, world_size))
+        return 2 * (world_size - 1) * longest
+    return (world_size - 1) * length
+
+
+def bytes_of_sum(num_elements: int, itemsize: int, rank: int, world_size: int, algorithm: str) -> int:
+    """What that rank sends in an all-reduce, from its plan. For "auto": as by ring, which no other undercuts for large vectors."""
+    plan = catalogue.plan(Kind.ALL_REDUCE, "ring" if algorithm == "auto" else algorithm, rank, world_size)
+    return sum(elements for _, elements in compile_plan(plan, num_elements, num_elements or 1).sent) * itemsize

@@ -1,0 +1,119 @@
+"""What lies where in a flat vector of gradients, and how a codec cuts it.
+
+A bucket's gradients lie one after the other in one vector; `Layout` names them. A codec cuts every tensor into *blocks*, each with
+a scale (or a choice of elements) of its own; a block never spans two tensors. So how parameters were put into buckets changes
+nothing in what is sent for each of them.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One tensor: `name`, its shape, and where it begins."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors of one flat vector, in order, without gaps."""
+
+    places: tuple[Place, ...]
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Sequence[int]]]) -> Layout:
+        places, start = [], 0
+        for name, shape in named:
+            places.append(Place(name, tuple(shape), start))
+            start = places[-1].stop
+        return cls(tuple(places))
+
+    @property
+    def num_elements(self) -> int:
+        return self.places[-1].stop if self.places else 0
+
+    def cut(self, length_of: Callable[[Place], int]) -> Blocks:
+        """Cut each tensor into blocks of `length_of(place)` elements, counted from its own beginning; the last may be shorter."""
+        bounds, keys = [0], []
+        for place in self.places:
+            name = zlib.crc32(place.name.encode())
+            for number, start in enumerate(range(place.start, place.stop, max(1, length_of(place)))):
+                if start:
+                    bounds.append(start)
+                keys.append((name + number * 0x9E3779B1) & 0xFFFFFFFF)
+        if keys:
+            bounds.append(self.num_elements)
+        return Blocks(torch.tensor(bounds), torch.tensor(keys, dtype=torch.int64))
+
+    def whole(self) -> Blocks:
+        """One block per tensor (none for a tensor without elements)."""
+        return self.cut(lambda place: place.size)
+
+
+class Blocks:
+    """Where blocks begin and end: block b is elements bounds[b] to bounds[b + 1] - 1; there are no gaps and no empty blocks.
+
+    `bounds` (B + 1) and `keys` (B) are int64 tensors on the CPU. `keys[b]` is a 32-bit number that says which part of which tensor
+    a block is, wherever it lies: random numbers depend on it and not on the bucket.
+    """
+
+    __slots__ = ("_copies", "bounds", "keys")
+
+    def __init__(self, bounds: Tensor, keys: Tensor) -> None:
+        self.bounds = bounds
+        self.keys = keys
+        self._copies: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def num_elements(self) -> int:
+        return int(self.bounds[-1])
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.bounds.diff()
+
+    def numbers(self, device: torch.device | None = None) -> Tensor:
+        """For each element the number of its block: `per_block[blocks.numbers()]` spreads a value per block over its elements."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths).to(device or "cpu")
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Bounds and keys in that device's memory; copied once."""
+        if device.type == "cpu":
+            return self.bounds, self.keys
+        if device not in self._copies:
+            self._copies[device] = self.bounds.to(device), self.keys.to(device)
+        return self._copies[device]
+
+    def part(self, first: int, last: int) -> Blocks:
+        """Blocks `first` to `last` - 1 alone, counted from zero again."""
+        bounds = self.bounds[first : last + 1]
+        return Blocks(bounds - bounds[0], self.keys[first:last])
+
+    def split(self, parts: int) -> list[tuple[int, int]]:
+        """Share the blocks out, in order, as evenly in elements as whole blocks allow: (first, last + 1) for each part."""
+        targets = torch.arange(1, parts) * (self.num_elements / parts)
+        cuts = torch.searchsorted(self.bounds.double(), targets.double()).clamp(max=len(self)).tolist()
+        edges = [0, *cuts, len(self)]
+        return list(zip(edges[:-1], edges[1:], strict=True))

@@ -1,0 +1,87 @@
+"""The rounds of an exchange as data: what a compression asks for, and whose turn it is.
+
+A compression is a generator that yields collectives and is sent their results; who runs it decides how they are carried out.
+
+    Sum(tensor)              -> the elementwise sum over workers, in place          any all-reduce
+    Gather(row)              -> (P, len): row i is worker i's                        all rows have one length and dtype
+    Transpose(rows)          -> (P, len): row i is what worker i had for me          row j of what is given goes to worker j
+    SumInHops(tensor, hop)   -> the sum, in place, encoded anew at every hop         quantised ring and halving-doubling
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from stretto.compress.draw import Draw
+from stretto.compress.layout import Blocks, Layout
+from stretto.compress.state import State
+
+if TYPE_CHECKING:
+    from stretto.compress.codec import Codec
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    row: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SumInHops:
+    tensor: Tensor
+    hop: Any  # a collectives.hop.Hop
+
+
+Collective = Sum | Gather | Transpose | SumInHops
+Steps = Generator[Collective, Tensor, None]
+
+
+class Part(NamedTuple):
+    """The blocks that one worker combines in a two-phase exchange: elements start to stop - 1."""
+
+    start: int
+    stop: int
+    blocks: Blocks
+
+
+@dataclass(slots=True)
+class Turn:
+    """One bucket's turn in one round: who is here, what is remembered, which random numbers are drawn."""
+
+    layout: Layout
+    state: State
+    draw: Draw = field(default_factory=Draw)
+    rank: int = 0
+    world_size: int = 1
+    algorithm: str = "auto"  # the all-reduce that the strategy names
+    kept: dict[Any, Any] = field(default_factory=dict)  # what is the same in every round of this bucket
+
+    def blocks_of(self, codec: Codec) -> Blocks:
+        if codec not in self.kept:
+            self.kept[codec] = codec.blocks(self.layout)
+        return self.kept[codec]  # type: ignore[no-any-return]
+
+    def parts_of(self, codec: Codec) -> list[Part]:
+        """Whole blocks for each worker, as evenly as they can be shared out."""
+        key = (codec, self.world_size)
+        if key not in self.kept:
+            self.kept[key] = parts(self.blocks_of(codec), self.world_size)
+        return self.kept[key]  # type: ignore[no-any-return]
+
+
+def parts(blocks: Blocks, world_size: int) -> list[Part]:
+    bounds = blocks.bounds.tolist()
+    return [Part(bounds[a], bounds[b], blocks.part(a, b)) for a, b in blocks.split(world_size)]

@@ -1,0 +1,132 @@
+"""What a compression remembers from round to round, and how it is kept right when a round comes to nothing.
+
+Two sections: `own` differs from worker to worker (a residual), `shared` is the same on all (PowerSGD's Q). Each holds flat vectors
+as long as the bucket ("residual"), of which every parameter has its part, and tensors of any shape by parameter name ("q").
+
+A round *proposes* new values and does not touch what is there; `commit` makes them the state when the round has ended well on all
+workers, `discard` forgets them (a gradient was not finite somewhere, or a backward failed: then nobody steps, and what earlier
+rounds left must not be lost). Cost: a second buffer for each flat vector.
+
+State is handed in and out by parameter name, so it survives other buckets; see `export` and `restore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from stretto.compress.layout import Layout, Place
+
+Exported = dict[str, dict[str, Tensor]]  # parameter -> kind -> value
+
+
+class Section:
+    """Values by kind, and those proposed to follow them."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._layout = layout
+        self._device = device
+        self._flat: dict[str, Tensor] = {}
+        self._starts: dict[str, int] = {}
+        self._spare: dict[str, Tensor] = {}
+        self._proposed_flat: dict[str, Tensor] = {}
+        self._by_name: dict[tuple[str, str], Tensor] = {}
+        self._proposed_by_name: dict[tuple[str, str], Tensor] = {}
+
+    def flat(self, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """The vector of that kind, float32, zeros at first. Not to be written to. `start`, `stop`: if only a part is kept here."""
+        if kind not in self._flat:
+            stop = self._layout.num_elements if stop is None else stop
+            self._flat[kind] = torch.zeros(stop - start, device=self._device)
+            self._starts[kind] = start
+        return self._flat[kind]
+
+    def next_flat(self, kind: str) -> Tensor:
+        """Memory for the vector that follows `flat(kind)`; its content is undefined until written."""
+        if kind not in self._proposed_flat:
+            spare = self._spare.pop(kind, None)
+            self._proposed_flat[kind] = torch.empty_like(self.flat(kind)) if spare is None else spare
+        return self._proposed_flat[kind]
+
+    def get(self, kind: str, name: str) -> Tensor | None:
+        """The value of that kind that belongs to parameter `name`, if any was set. Not to be written to."""
+        return self._by_name.get((kind, name))
+
+    def set_next(self, kind: str, name: str, value: Tensor) -> None:
+        """Propose a value to follow `get(kind, name)`."""
+        self._proposed_by_name[kind, name] = value
+
+    def commit(self) -> None:
+        for kind, vector in self._proposed_flat.items():
+            self._spare[kind] = self._flat[kind]
+            self._flat[kind] = vector
+        self._by_name.update(self._proposed_by_name)
+        self._proposed_flat, self._proposed_by_name = {}, {}
+
+    def discard(self) -> None:
+        self._spare.update(self._proposed_flat)
+        self._proposed_flat, self._proposed_by_name = {}, {}
+
+    def export(self) -> Exported:
+        """A copy of everything, by parameter name; where only a part of a vector is kept here, zeros for the rest."""
+        out: Exported = {}
+        for place in self._layout.places:
+            mine = {kind: self._cut_out(kind, place).view(place.shape) for kind in self._flat}
+            mine |= {kind: value.clone() for (kind, name), value in self._by_name.items() if name == place.name}
+            if mine:
+                out[place.name] = mine
+        return out
+
+    def _cut_out(self, kind: str, place: Place) -> Tensor:
+        vector, start = self._flat[kind], self._starts[kind]
+        out = torch.zeros(place.size, device=self._device)
+        first, last = max(place.start, start), min(place.stop, start + len(vector))
+        if first < last:
+            out[first - place.start : last - place.start] = vector[first - start : last - start]
+        return out
+
+    def restore(self, exported: Mapping[str, Mapping[str, Tensor]], flat_kinds: frozenset[str]) -> None:
+        """Take what `export` gave for the parameters that are here; what it has nothing for begins anew.
+
+        Of a vector of which only a part is kept here, take that part: say which by calling `flat` before.
+        """
+        for place in self._layout.places:
+            for kind, value in exported.get(place.name, {}).items():
+                if kind in flat_kinds:
+                    self._put_in(kind, place, value.reshape(-1))
+                else:
+                    self._by_name[kind, place.name] = value.to(self._device, copy=True)
+
+    def _put_in(self, kind: str, place: Place, value: Tensor) -> None:
+        vector, start = self.flat(kind), self._starts[kind]
+        first, last = max(place.start, start), min(place.stop, start + len(vector))
+        if first < last:
+            vector[first - start : last - start] = value[first - place.start : last - place.start]
+
+
+class State:
+    """Both sections of one bucket's memory, and how many rounds it has seen."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self.device = device
+        self.own = Section(layout, device)
+        self.shared = Section(layout, device)
+        self.rounds = 0
+
+    def of_absent(self) -> State:
+        """For a worker without data: it has nothing of its own to give, keeps what it has, and follows what is shared."""
+        other = State(self.layout, self.device)
+        other.shared, other.rounds = self.shared, self.rounds
+        return other
+
+    def commit(self) -> None:
+        self.own.commit()
+        self.shared.commit()
+        self.rounds += 1
+
+    def discard(self) -> None:
+        self.own.discard()
+        self.shared.discard()
