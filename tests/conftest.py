@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
+
+from preloaded import Preloaded
 
 HOW = {
     "slow": "run them with `make test-all`",
@@ -12,6 +15,14 @@ HOW = {
     "root": "need root or user namespaces",
     "processes": "start real processes",
 }
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """A process that has imported torch and runs scripts in forks of itself."""
+    process = Preloaded()
+    yield process
+    process.close()
 
 
 class LeftOut:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import stretto
+from preloaded import Preloaded
 from resumable_training import Net, Training
 from stretto import checkpoint_file, random_state
 from stretto.checkpoint import load, save
@@ -115,36 +116,41 @@ def assert_close(weights: list[list[float]], expected: list[list[float]]) -> Non
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs))
 
 
-def run_script(num_workers: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    script = str(ROOT / "tests" / "resumable_training.py")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
-    return subprocess.run(
-        [sys.executable, "-m", "stretto", "run", "-n", str(num_workers), "--no-prefix", script, *map(str, arguments)],
-        env=kept | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+RunScript = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def kill(num_workers: int, path: Path, kind: str) -> None:
+@pytest.fixture
+def run_script(preloaded: Preloaded, tmp_path: Path) -> RunScript:
+    """run_script(num_workers, *arguments): `resumable_training.py` in so many processes."""
+
+    def run(num_workers: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+        script = ROOT / "tests" / "resumable_training.py"
+        return preloaded.run(script, *arguments, folder=tmp_path, workers=num_workers, timeout_s=100)
+
+    return run
+
+
+def kill(run_script: RunScript, num_workers: int, path: Path, kind: str) -> None:
     killed = run_script(num_workers, path, 9, kind, 3)
     assert killed.returncode != 0 and killed.stdout == ""
     assert "SIGKILL" in killed.stderr
 
 
 @pytest.mark.processes
-def test_processes_that_are_killed_after_saving_resume_to_the_same_bits(tmp_path: Path) -> None:
+def test_processes_that_are_killed_after_saving_resume_to_the_same_bits(tmp_path: Path, run_script: RunScript) -> None:
     """Over an epoch's end, with dropout, numpy's and Python's random numbers, which every process has of its own."""
     expected = run_script(2, tmp_path / "absent.pt", 9, "noisy")
     assert expected.returncode == 0, expected.stderr
 
-    kill(2, tmp_path / "c.pt", "noisy")
+    kill(run_script, 2, tmp_path / "c.pt", "noisy")
     resumed = run_script(2, tmp_path / "c.pt", 9, "noisy")
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stdout == expected.stdout != ""
 
 
 @pytest.mark.processes
-def test_processes_that_are_killed_resume_with_one_more(tmp_path: Path) -> None:
-    kill(2, tmp_path / "c.pt", "plain")
+def test_processes_that_are_killed_resume_with_one_more(tmp_path: Path, run_script: RunScript) -> None:
+    kill(run_script, 2, tmp_path / "c.pt", "plain")
     resumed = run_script(3, tmp_path / "c.pt", 9, "plain")
     assert resumed.returncode == 0, resumed.stderr
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from preloaded import Preloaded
 from stretto import cli
 from stretto.bench import command as bench_command
 from stretto.lab import command as lab_command
@@ -66,13 +67,18 @@ def environment() -> dict[str, str]:
     return kept | {"PATH": os.pathsep.join([here, os.environ.get("PATH", "")]), "PYTHONPATH": source}
 
 
-def execute(snippet: Snippet, folder: Path) -> None:
+def execute(snippet: Snippet, folder: Path, preloaded: Preloaded) -> None:
     kind, _, detail = snippet.mark.partition(": ")
     if kind == "file":
         (folder / detail).write_text(snippet.text)
+    elif detail.isdigit():  # as under `stretto run -n 2`, which the snippets of the console prove, and quicker
+        assert snippet.language == "python", "only python runs in several workers without a command that says so"
+        (folder / "snippet.py").write_text(snippet.text)
+        done = preloaded.run(folder / "snippet.py", folder=folder, workers=int(detail), timeout_s=SNIPPET_S)
+        assert done.returncode == 0, f"{snippet.text}\nin {detail} workers ended with\n{done.stdout}{done.stderr}"
     elif snippet.language == "python":
         (folder / "snippet.py").write_text(snippet.text)
-        launcher = [] if detail == "root" else ["-m", "stretto", "run", "-n", detail or "1"]
+        launcher = [] if detail == "root" else ["-m", "stretto", "run"]
         run([sys.executable, *launcher, "snippet.py"], folder, fails=False)
     else:
         assert snippet.language in ("console", "bash"), f"a snippet in {snippet.language!r} cannot be run"
@@ -106,30 +112,34 @@ def run(command: list[str], folder: Path, *, fails: bool) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("page", pages_that_run(), ids=lambda page: page.name)
-def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path) -> None:
+def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, preloaded: Preloaded) -> None:
     for snippet in snippets(page):
         if snippet.mark not in ("", IN_THE_LAB):
-            execute(snippet, tmp_path)
+            execute(snippet, tmp_path, preloaded)
 
 
 @pytest.mark.root
 @pytest.mark.processes
 @pytest.mark.parametrize("page", pages_that_run_in_the_lab(), ids=lambda page: page.name)
-def test_the_snippets_that_need_the_lab_run_where_it_does(page: Path, tmp_path: Path) -> None:
+def test_the_snippets_that_need_the_lab_run_where_it_does(page: Path, tmp_path: Path, preloaded: Preloaded) -> None:
     problem = lab_available()
     if problem is not None:
         pytest.skip(problem)
     for snippet in snippets(page):
         if snippet.mark == IN_THE_LAB or snippet.mark.startswith("file: "):
-            execute(snippet, tmp_path)
+            execute(snippet, tmp_path, preloaded)
 
 
-def test_a_page_that_shows_another_output_is_found_out(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_a_page_that_shows_another_output_or_does_not_run_is_found_out(tmp_path: Path, preloaded: Preloaded) -> None:
     lie = Snippet("run", "console", "$ echo 4 apples\n5 pears\n")
+    fails = Snippet("run: 2", "python", "import stretto\nstretto.init()\nassert stretto.rank() == 0, 'fails on rank 1'")
 
     with pytest.raises(AssertionError, match="5 pears"):
-        execute(lie, tmp_path)
-    execute(Snippet("run", "console", "$ echo 4 apples\n5 apples\n...\n"), tmp_path)
+        execute(lie, tmp_path, preloaded)
+    with pytest.raises(AssertionError, match="AssertionError: fails on rank 1"):
+        execute(fails, tmp_path, preloaded)
+    execute(Snippet("run", "console", "$ echo 4 apples\n5 apples\n...\n"), tmp_path, preloaded)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

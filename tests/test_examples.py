@@ -1,4 +1,8 @@
-"""The examples run as their users would run them: small, with two workers, and piped."""
+"""The examples run as their users would run them: small, with a few workers, and piped.
+
+Where it is the training that matters they run in forks of a process that has torch (`preloaded`): each of `stretto run`,
+torchrun and no launcher at all starts one of them from the command line.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from preloaded import Preloaded
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LIMIT_S = 60
@@ -67,22 +73,20 @@ def losses(lines: list[str]) -> list[float]:
     return [float(word) for line in lines for word in re.findall(r"loss ([\d.]+)", line)]
 
 
-def on_workers(n: int, example: str, *arguments: str, folder: Path) -> list[str]:
-    return printed(run("-m", "stretto", "run", "-n", str(n), str(EXAMPLES / example), *arguments, folder=folder))
-
-
-def test_the_gpt_learns_the_same_whatever_the_number_of_workers(tmp_path: Path) -> None:
-    alone = losses(printed(run(str(EXAMPLES / "gpt.py"), "--steps", "5", folder=tmp_path)))
-    together = losses(on_workers(3, "gpt.py", "--steps", "5", "--strategy", "horovod()", folder=tmp_path))
+def test_the_gpt_learns_the_same_whatever_the_number_of_workers(tmp_path: Path, preloaded: Preloaded) -> None:
+    gpt, options = EXAMPLES / "gpt.py", ("--steps", "5", "--strategy", "horovod()")
+    alone = losses(printed(preloaded.run(gpt, "--steps", "5", folder=tmp_path)))
+    together = losses(printed(preloaded.run(gpt, *options, folder=tmp_path, workers=3)))
 
     assert len(alone) == 10 and alone[-1] < alone[0]  # training and validation, five times
     assert together == pytest.approx(alone, abs=2e-3)  # 32 rows cannot be shared equally by three
 
 
-def test_the_digits_are_learnt_the_same_by_one_worker_and_by_two(tmp_path: Path) -> None:
+def test_the_digits_are_learnt_the_same_by_one_worker_and_by_two(tmp_path: Path, preloaded: Preloaded) -> None:
     pytest.importorskip("sklearn")
-    alone = printed(run(str(EXAMPLES / "digits.py"), "--steps", "40", folder=tmp_path))
-    together = on_workers(2, "digits.py", "--steps", "40", "--strategy", "Strategy(schedule=WaitFree())", folder=tmp_path)
+    digits, options = EXAMPLES / "digits.py", ("--steps", "40", "--strategy", "Strategy(schedule=WaitFree())")
+    alone = printed(preloaded.run(digits, "--steps", "40", folder=tmp_path))
+    together = printed(preloaded.run(digits, *options, folder=tmp_path, workers=2))
 
     assert losses(together) == pytest.approx(losses(alone), abs=2e-3)
     assert float(re.findall(r"([\d.]+)%", together[-1])[0]) > 60
@@ -95,8 +99,8 @@ def test_the_gan_trains_two_models_under_torchrun(tmp_path: Path) -> None:
     assert [line.split()[1] for line in printed(done)] == ["10", "20", "30", "40", "50"]
 
 
-def test_an_example_says_what_is_wrong_with_its_strategy(tmp_path: Path) -> None:
-    done = run(str(EXAMPLES / "gan.py"), "--strategy", "Strategy(schedule=Magic())", folder=tmp_path)
+def test_an_example_says_what_is_wrong_with_its_strategy(tmp_path: Path, preloaded: Preloaded) -> None:
+    done = preloaded.run(EXAMPLES / "gan.py", "--strategy", "Strategy(schedule=Magic())", folder=tmp_path)
 
     assert done.returncode == 1
     assert "'Magic' is not known; known are AfterBackward, AllReduce, Buckets" in done.stderr
@@ -123,13 +127,13 @@ def test_a_demo_that_cannot_be_run_fails_with_the_reason(tmp_path: Path) -> None
 # ---------------------------------------------------------------- the first screen
 
 
-def test_the_diff_of_the_readme_makes_a_plain_script_data_parallel(tmp_path: Path) -> None:
+def test_the_diff_of_the_readme_makes_a_plain_script_data_parallel(tmp_path: Path, preloaded: Preloaded) -> None:
     diff = re.findall(r"^```diff\n(.*?)^```$", (EXAMPLES.parent / "README.md").read_text(), re.MULTILINE | re.DOTALL)[0]
     for name, dropped in (("plain.py", "+"), ("train.py", "-")):
         kept = [line[1:] for line in diff.splitlines() if not line.startswith(dropped)]
         (tmp_path / name).write_text("\n".join(kept) + "\n")
-    plain = printed(run("plain.py", folder=tmp_path))
-    together = printed(run("-m", "stretto", "run", "-n", "2", "train.py", folder=tmp_path))
+    plain = printed(preloaded.run(tmp_path / "plain.py", folder=tmp_path))
+    together = printed(preloaded.run(tmp_path / "train.py", folder=tmp_path, workers=2))
 
     assert "stretto" not in (tmp_path / "plain.py").read_text()
     assert len(losses(plain)) == 1 and len(losses(together)) == 2

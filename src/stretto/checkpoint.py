@@ -6,7 +6,9 @@
         buckets              the names of the parameters in each bucket
         choices              what `auto` chose (rank 0 decides)
         sampler              the place in the data, good for any number of workers
-        ranks[r]             of worker r: rounds, weight, samples consumed, random generators, buffers (where they are local)
+        compress             the compression, its number of rounds, and what it remembers that is the same on all workers
+        ranks[r]             of worker r: rounds, weight, samples consumed, random generators, buffers (where they are local),
+                             and what its compression remembers of its own: residuals, momenta, by parameter
 
 Both are collective. Only rank 0 touches the file: it need not be visible to other hosts. In load its bytes are
 broadcast piece by piece, and every worker checks the sha256 of what it got. Nothing but tensors and plain values is
@@ -41,14 +43,17 @@ from torch.optim import Optimizer
 
 import stretto
 from stretto import checkpoint_file, random_state
+from stretto.compress.state import Exported
 from stretto.distributing import engine_of
+from stretto.engine import memory
 from stretto.engine.engine import Engine
+from stretto.engine.state import kinds, put_together, take_apart
 from stretto.errors import CheckpointError, ConfigurationError, StrettoError
 from stretto.plan.choose import Choices
 from stretto.sampler import Sampler
 from stretto.session import Job
 
-FORMAT = 1
+FORMAT = 2
 StrPath = str | os.PathLike[str]
 T = TypeVar("T")
 
@@ -83,12 +88,14 @@ def save(
     engine = _engine(model, optimizer, job)
     mine = _all_succeed(engine.job, f"save({str(path)!r})", lambda: _of_this_worker(engine, sampler))
     everybody = engine.job.gather_object(mine)
+    for rank, own in enumerate(_collect_own(engine)):
+        everybody[rank]["own"] = own
 
     def write() -> None:
         if engine.job.rank == 0:
             content = {
                 "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
+                "optimizer": {key: value for key, value in optimizer.state_dict().items() if key != memory.ENTRY},
                 "extra": extra,
                 "stretto": _stretto_entry(engine, sampler, everybody),
             }
@@ -107,7 +114,7 @@ def load(
     """
     engine, what = _engine(model, optimizer, job), f"load({str(path)!r})"
     file = _receive(engine.job, Path(path), what)
-    content = _all_succeed(engine.job, what, lambda: _checked(file, model, optimizer, sampler))
+    content = _all_succeed(engine.job, what, lambda: _checked(file, engine, sampler))
     resumed = _all_succeed(engine.job, what, lambda: _apply(content, engine, sampler))
     if engine.job.rank == 0:
         log.info("%s: saved by %d workers; carried over: %s", what, resumed.world_size, ", ".join(resumed.carried))
@@ -173,6 +180,25 @@ def _of_this_worker(engine: Engine, sampler: Sampler | None) -> dict[str, Any]:
     }
 
 
+def _collect_own(engine: Engine) -> list[Exported]:
+    """On rank 0, what every worker's compression remembers of its own. One tensor at a time: nobody else keeps them."""
+    job = engine.job
+    tensors: list[Tensor] = []
+    skeletons = job.gather_object(take_apart(engine.memory()[0], tensors))
+    out: list[Exported] = []
+    for rank, skeleton in enumerate(skeletons):
+        found = [_sent_to_rank_0(job, tensors, rank, number, kind) for number, kind in enumerate(kinds(skeleton))]
+        out.append(put_together(skeleton, iter(found)) if job.rank == 0 and skeleton else {})
+    return out
+
+
+def _sent_to_rank_0(job: Job, mine: list[Tensor], owner: int, number: int, kind: tuple[str, list[int]]) -> Tensor:
+    value = mine[number].cpu().contiguous() if job.rank == owner else torch.empty(kind[1], dtype=getattr(torch, kind[0]))
+    if owner != 0 and value.numel():
+        job.broadcast(value, owner)
+    return value if job.rank == 0 else torch.empty(0)
+
+
 def _stretto_entry(engine: Engine, sampler: Sampler | None, everybody: list[dict[str, Any]]) -> dict[str, Any]:
     job = engine.job
     places = [worker.pop("place") for worker in everybody]
@@ -199,13 +225,22 @@ def _stretto_entry(engine: Engine, sampler: Sampler | None, everybody: list[dict
         "buckets": _layout(engine),
         "choices": msgspec.to_builtins(job.choices),
         "sampler": None if sampler is None else sampler.state_dict([worker["consumed"] for worker in everybody]),
+        "compress": _compress_entry(engine),
         "ranks": everybody,
     }
 
 
+def _compress_entry(engine: Engine) -> dict[str, Any] | None:
+    compress = engine.strategy.compress
+    if compress.lossless:
+        return None
+    shared = {name: {kind: value.cpu() for kind, value in kinds.items()} for name, kinds in engine.memory()[1].items()}
+    return {"text": repr(compress), "rounds": engine.compressed_rounds, "shared": shared}
+
+
 def _layout(engine: Engine) -> list[list[str]]:
-    """In a job of one there are no buckets."""
-    return [list(bucket.names) for bucket in engine.buckets] if engine.job.world_size > 1 else []
+    """In a job of one there are no buckets, unless gradients are compressed."""
+    return [list(bucket.names) for bucket in engine.buckets]
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -257,15 +292,19 @@ def _next_piece(job: Job, source: IO[bytes] | None, num_bytes: int) -> memoryvie
     return job.broadcast(piece).numpy().data
 
 
-def _checked(file: IO[bytes], model: nn.Module, optimizer: Optimizer, sampler: Sampler | None) -> dict[str, Any]:
+def _checked(file: IO[bytes], engine: Engine, sampler: Sampler | None) -> dict[str, Any]:
+    model, optimizer = engine.model, engine.optimizer
     content = torch.load(file, map_location="cpu", weights_only=True)
     entry = content["stretto"]
-    if entry["format"] != FORMAT:
+    if entry["format"] == 1:  # before there were compressions
+        entry["compress"] = None
+    elif entry["format"] != FORMAT:
         raise CheckpointError(
             f"it has format {entry['format']}, of stretto {entry['versions']['stretto']}; this is stretto "
-            f"{stretto.__version__}, which reads format {FORMAT}. Use the version that wrote it."
+            f"{stretto.__version__}, which reads format {FORMAT} and earlier. Use the version that wrote it."
         )
     difference = _difference(model.state_dict(), content["model"]) or _optimizer_difference(optimizer, content)
+    difference = difference or _memory_difference(engine, entry)
     if difference is not None:
         raise CheckpointError(
             f"it is of another model or optimizer: {difference}.\n"
@@ -306,6 +345,14 @@ def _optimizer_difference(optimizer: Optimizer, content: dict[str, Any]) -> str 
     return None
 
 
+def _memory_difference(engine: Engine, entry: dict[str, Any]) -> str | None:
+    """Of what compressions remember, if it is of the compression used here: else it is left out anyway."""
+    if entry["compress"] is None or entry["compress"]["text"] != repr(engine.strategy.compress):
+        return None
+    exported = [entry["compress"]["shared"], *(worker["own"] for worker in entry["ranks"])]
+    return next((problem for one in exported if (problem := memory.check(one, engine.buckets)) is not None), None)
+
+
 def _apply(content: dict[str, Any], engine: Engine, sampler: Sampler | None) -> Resumed:
     """Load everything. The generators come last: whatever is done before may draw from them."""
     entry, job = content["stretto"], engine.job
@@ -313,7 +360,7 @@ def _apply(content: dict[str, Any], engine: Engine, sampler: Sampler | None) -> 
     engine.model.load_state_dict(content["model"])
     engine.optimizer.load_state_dict(content["optimizer"])
     engine.rounds = entry["ranks"][0]["rounds"]
-    for found in (_apply_sampler(entry["sampler"], sampler), _apply_choices(entry, job)):
+    for found in (_apply_sampler(entry["sampler"], sampler), _apply_choices(entry, job), _apply_memory(entry, engine)):
         carried += found.carried
         lost += found.lost
     lost += _changes(entry, engine)
@@ -349,6 +396,21 @@ def _apply_choices(entry: dict[str, Any], job: Job) -> _Found:
         return _Found(lost=["what `auto` chose (other workers or hosts: measured anew)"])
     job.choices = msgspec.convert(entry["choices"], Choices)
     return _Found(carried=["what `auto` chose"])
+
+
+def _apply_memory(entry: dict[str, Any], engine: Engine) -> _Found:
+    """What compressions remember. With another number of workers each takes the mean of what all had: it still gets said."""
+    saved, compress = entry["compress"], engine.strategy.compress
+    if compress.lossless:
+        return _Found() if saved is None else _Found(lost=[f"what compress={saved['text']} remembered (now {compress!r})"])
+    if saved is None or saved["text"] != repr(compress):
+        then = "nothing was compressed" if saved is None else f"then compress={saved['text']}"
+        return _Found(lost=[f"what compress={compress!r} remembers begins anew ({then})"])
+    everybody = [worker["own"] for worker in entry["ranks"]]
+    same = entry["world_size"] == engine.job.world_size
+    engine.load_memory(everybody[engine.job.rank] if same else memory.mean_of(everybody), saved["shared"], saved["rounds"])
+    how = "" if same else f", of {entry['world_size']} workers as their mean"
+    return _Found(carried=[f"what compress={compress!r} remembers{how}"])
 
 
 def _changes(entry: dict[str, Any], engine: Engine) -> list[str]:

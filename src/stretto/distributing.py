@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from stretto.api import current_job
-from stretto.engine.admission import check, check_model, check_optimizer, check_world
+from stretto.engine.admission import check, check_compression, check_model, check_optimizer, check_world
 from stretto.engine.agreement import admit, agree
 from stretto.engine.engine import Engine
+from stretto.engine.keeping import keep_with
 from stretto.engine.state import copy_model, copy_optimizer, share_optimizer
 from stretto.errors import ConfigurationError
 from stretto.observe.compute import trace_compute
@@ -38,27 +40,31 @@ def distribute(
     *,
     check_finite: bool = False,
     buffers: Buffers = "broadcast",
+    scaler: torch.amp.GradScaler | None = None,
     job: Job | None = None,
 ) -> tuple[M, O]:
     """Train `model` data-parallel from here on. Returns the same two objects.
 
     All workers start from rank 0's parameters, buffers and optimizer state. `strategy` may be its text (`stretto.parse`).
     `buffers`: "broadcast" gives every worker rank 0's buffers (BatchNorm statistics) before each forward in training, "local"
-    leaves them alone. `check_finite=True` raises `NonFiniteGradient`, naming rank and parameter, on all workers.
+    leaves them alone. `check_finite=True` raises `NonFiniteGradient`, naming rank and parameter, on all workers. `scaler`: the
+    `GradScaler` of the loop, if there is one and `compress=` is lossy: what is left over from a step must not carry its scale.
     """
     job = job or current_job()
     chosen, problem = Strategy(), None
     try:
         chosen = parse(strategy) if isinstance(strategy, str) else strategy or chosen
-        check(model, optimizer, chosen, buffers, check_finite)
+        check(model, optimizer, chosen, buffers, check_finite, scaler)
         check_model(model, optimizer, job)
+        check_compression(model, optimizer, chosen)
         if job.world_size > 1:
             check_world(model, chosen, job)
     except ConfigurationError as refused:
         problem = refused
     admit(job, problem)
     if job.world_size > 1:
-        agree(job, model, optimizer, chosen, {"check_finite": check_finite, "buffers": buffers})
+        options = {"check_finite": check_finite, "buffers": buffers, "scaler": scaler is not None}
+        agree(job, model, optimizer, chosen, options)
         copy_model(job, model)
         share_optimizer(job, optimizer)
         if chosen.aggregate.algorithm == "auto":
@@ -66,8 +72,11 @@ def distribute(
     if job.tracer is not None:
         trace_compute(job.tracer, model, optimizer)
     _leave_former_job(model)
-    engine = Engine(model, chosen, job, check_finite=check_finite, broadcast_buffers=buffers == "broadcast")
+    shares_buffers = buffers == "broadcast"
+    engine = Engine(model, chosen, job, check_finite=check_finite, broadcast_buffers=shares_buffers, scaler=scaler)
     engine.optimizer = optimizer
+    if not chosen.compress.lossless:
+        keep_with(optimizer, engine)
     job.engines.add(engine)
     object.__setattr__(model, ATTRIBUTE, engine)
     optimizer.register_step_pre_hook(partial(_before_step, engine, [_num_parameters(optimizer)]))
@@ -76,6 +85,7 @@ def distribute(
 
 def _before_step(engine: Engine, checked: list[int], optimizer: Optimizer, *_: object) -> None:
     engine.flush()
+    engine.stepped()
     if checked[0] != _num_parameters(optimizer):
         check_optimizer(engine.model, optimizer)
         checked[0] = _num_parameters(optimizer)

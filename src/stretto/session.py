@@ -20,6 +20,7 @@ import torch
 from stretto.collectives import catalogue
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
+from stretto.collectives.hop import Hop
 from stretto.collectives.plan import Kind
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
 from stretto.collectives.request import DEFAULT_SEGMENT_BYTES, Pending, Request
@@ -69,6 +70,7 @@ class Job:
         self.choices: Choices | None = None
         self.closed = False
         self.engines: WeakSet[Any] = WeakSet()  # of the models that train in this job
+        self._at_close: list[Callable[[], None]] = []
         self.weight = 1.0  # of this worker's gradients in a mean; see `stretto.weight`
         self.at_exit: Finalize | None = None
         self.ledger = Ledger()
@@ -168,12 +170,14 @@ class Job:
         name: tuple[int, int] | None = None,
         ready: Callable[[], bool] | None = None,
         label: str = "",
+        hop: Hop | None = None,
     ) -> Pending:
         """Begin a collective on flat host memory; it must not be touched until the result is waited for.
 
         `name` (channel, sequence) must be the same on all ranks; without it, the calls of this job are numbered in their order.
         `label` is compared between ranks, and shown when they disagree.
         `ready` says when the memory holds what is to be sent, if it does not yet (a copy from a GPU is under way).
+        `hop` encodes every message of an all-reduce (`stretto.collectives.hop`).
         """
         plan = catalogue.plan(kind, algorithm, self.rank, self.world_size, root=root, group=self.workers_per_host)
         assert self._communication is not None
@@ -181,7 +185,7 @@ class Job:
             if name is None:
                 name = (self._channel, self._next_sequence())
             segment = segment_bytes or self._segment_bytes
-            return self._communication.start(Request(plan, flat, op, *name, segment, label), ready)
+            return self._communication.start(Request(plan, flat, op, *name, segment, label, hop), ready)
 
     def _next_sequence(self) -> int:
         sequence = self._sequences.get(self._channel, 0)
@@ -296,11 +300,17 @@ class Job:
         if self.closed:
             raise ConfigurationError("this job was shut down. Call stretto.init() once, before its collectives.")
 
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Have `action` done when this worker leaves the job."""
+        self._at_close.append(action)
+
     def close(self, *, goodbye: bool) -> None:
         """Leave the job. Without `goodbye` the others see a lost peer: for an exit with an exception in flight."""
         if self.closed:
             return
         self.closed = True
+        for action in self._at_close:
+            action()
         if self._communication is not None and self.wire is not None:
             self._communication.stop(self.timeouts.leave_s)
             self.write_trace()

@@ -16,6 +16,7 @@ import hashlib
 from dataclasses import dataclass, field, fields
 
 from stretto.aggregate.all_reduce import AllReduce
+from stretto.compress.codec import Compression
 from stretto.compress.none import NoCompression
 from stretto.errors import ConfigurationError
 from stretto.schedule.orders import AfterBackward, Buckets, Schedule, WaitFree
@@ -37,7 +38,7 @@ class Strategy:
 
     aggregate: AllReduce = field(default_factory=AllReduce)
     sync: Synchronous = field(default_factory=Synchronous)
-    compress: NoCompression = field(default_factory=NoCompression)
+    compress: Compression = field(default_factory=NoCompression)
     schedule: Schedule = field(default_factory=Buckets)
     shard: Replicated = field(default_factory=Replicated)
 

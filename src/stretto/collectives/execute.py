@@ -29,6 +29,7 @@ from typing import Final
 import msgspec
 import torch
 
+from stretto.collectives.hop import HopAccumulator
 from stretto.collectives.news import (
     TOPIC_ASK,
     TOPIC_BEGUN,
@@ -162,7 +163,8 @@ class Communicator:
 
     def completed(self, run: Run) -> None:
         request, schedule = run.request, run.schedule
-        self.ledger.count(request.plan.kind.value, schedule.sent, schedule.received, request.tensor.element_size())
+        itemsize = request.tensor.element_size() if request.hop is None else 1
+        self.ledger.count(request.plan.kind.value, schedule.sent, schedule.received, itemsize)
         self._end(run, None)
 
     def waited(self, pending: Pending, begin_ns: int) -> None:
@@ -194,6 +196,8 @@ class Communicator:
     def buffers_for(self, request: Request, schedule: Schedule) -> list[Accumulator]:
         scale = 1.0 / request.plan.size if request.op == "mean" and request.plan.size > 1 else None
         flat = request.tensor.view(-1)
+        if request.hop is not None:
+            return [HopAccumulator(flat, request.op, scale, request.hop)]  # no plan that hops may be part of needs WORK
         buffers = [Accumulator(flat, request.op, scale)]
         if schedule.needs_work_buffer:
             buffers.append(Accumulator(self._scratch_like(flat), request.op, None))

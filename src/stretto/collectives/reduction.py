@@ -87,7 +87,15 @@ class Accumulator:
         self._numbers: NDArray[Any] | None = None if numpy_dtype is None else as_bytes.view(numpy_dtype)
         self._ufunc = _UFUNCS[op]
 
+    def num_bytes(self, start: int, stop: int) -> int:
+        """The length of a message with this range."""
+        return (stop - start) * self.itemsize
+
     def bytes_of(self, start: int, stop: int) -> memoryview:
+        return self.view[start * self.itemsize : stop * self.itemsize]
+
+    def place(self, start: int, stop: int) -> memoryview | None:
+        """Where a wire may put what is to be copied in, if it may lie there as it arrives."""
         return self.view[start * self.itemsize : stop * self.itemsize]
 
     def copy_in(self, start: int, stop: int, incoming: memoryview) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from stretto.collectives.hop import Hop, check_hop
 from stretto.collectives.news import Name
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
@@ -30,6 +31,7 @@ class Request:
     sequence: int = 0
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
     label: str = ""  # what the caller means by it; must be the same on all ranks, like the rest
+    hop: Hop | None = None  # how messages are encoded; None: as they are
 
     def __post_init__(self) -> None:
         """Refuse what cannot work in the caller's thread, before anything is sent."""
@@ -37,11 +39,19 @@ class Request:
         dtype_code(self.tensor.dtype)
         if plan.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
             check_op(self.op, self.tensor.dtype)
+        if self.hop is not None:
+            check_hop(self.hop, plan, self.op, self.tensor.dtype)
         check_length(plan, self.tensor.numel())
 
     @property
     def name(self) -> Name:
         return self.channel, self.sequence
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of the whole vector on the wire."""
+        count = self.tensor.numel()
+        return count * self.tensor.element_size() if self.hop is None else self.hop.num_bytes(count)
 
     @property
     def belief(self) -> str:
@@ -52,6 +62,8 @@ class Request:
             what += f", op={self.op}"
         if plan.kind in (Kind.REDUCE, Kind.BROADCAST):
             what += f", root={plan.root}"
+        if self.hop is not None:
+            what += f", hop={self.hop!r}"
         return f"{what}, algorithm={plan.algorithm}, world_size={plan.size}){self.label}"
 
 
@@ -62,6 +74,8 @@ class Pending:
         self.request = request
         self.error: StrettoError | None = None
         self._finished = threading.Event()
+        self._callback: Callable[[], None] | None = None
+        self._lock = threading.Lock()
         self.ready: Callable[[], bool] | None = None
         self.made_at = time.monotonic()
         self._help_along = help_along  # one turn of the loop, where no thread turns it
@@ -74,6 +88,20 @@ class Pending:
     def finish(self, error: StrettoError | None) -> None:
         self.error = error
         self._finished.set()
+        self._tell()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when it is done: from the thread that ends it, or at once."""
+        self._callback = callback
+        if self._finished.is_set():
+            self._tell()
+
+    def _tell(self) -> None:
+        """Whoever ends it and whoever asks to be told may get here at the same time: only one finds the callback."""
+        with self._lock:
+            callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
 
     def wait(self) -> None:
         """Return when it is done; raise what went wrong. Whoever ends the loop ends every collective in it, so this returns."""

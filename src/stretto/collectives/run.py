@@ -11,17 +11,28 @@ from typing import TYPE_CHECKING, Final
 from stretto.collectives.news import State
 from stretto.collectives.plan import Buffer, Kind
 from stretto.collectives.reduction import dtype_code
-from stretto.collectives.request import Pending
-from stretto.collectives.schedule import Action, Schedule, Task, compile_plan
+from stretto.collectives.request import Pending, Request
+from stretto.collectives.schedule import Action, Schedule, Task, compile_hops, compile_plan
+from stretto.errors import FrameError, MalformedPayload
 from stretto.wire.base import Consume, Handle, Tag
+from stretto.wire.frames import DTYPE_CODES
 
 if TYPE_CHECKING:
     from stretto.collectives.execute import Communicator
 
 EAGER_BYTES: Final = 64 << 10  # up to this many bytes a collective is sent at once, unannounced
+PLAIN_BYTES: Final = DTYPE_CODES["bytes"]
 
 compiled = lru_cache(maxsize=1024)(compile_plan)
+compiled_hops = lru_cache(maxsize=1024)(compile_hops)
 OnDone = Callable[[Handle], None]
+
+
+def _schedule(request: Request) -> Schedule:
+    plan, tensor, hop = request.plan, request.tensor, request.hop
+    if hop is None:
+        return compiled(plan, tensor.numel(), request.segment_bytes // tensor.element_size())
+    return compiled_hops(plan, tensor.numel(), request.segment_bytes, hop)
 
 
 class Run:
@@ -29,8 +40,8 @@ class Run:
 
     __slots__ = (
         "accumulators", "answers", "asked_at", "beliefs", "belief", "code", "communicator", "confirmed", "counts", "digest",
-        "disputed_at", "eager", "held", "name", "opened", "pending", "probed", "pumping", "ready", "remaining", "request",
-        "schedule", "started_at", "touched_at", "warned_at",
+        "disputed_at", "eager", "held", "malformed", "name", "opened", "pending", "probed", "pumping", "ready", "remaining",
+        "request", "schedule", "started_at", "touched_at", "warned_at",
     )  # fmt: skip
 
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
@@ -41,10 +52,9 @@ class Run:
         self.name = request.name
         self.belief = request.belief
         self.digest = zlib.crc32(self.belief.encode())
-        self.code = dtype_code(request.tensor.dtype)
-        itemsize = request.tensor.element_size()
-        self.schedule: Schedule = compiled(request.plan, request.tensor.numel(), request.segment_bytes // itemsize)
-        self.eager = request.tensor.numel() * itemsize <= EAGER_BYTES
+        self.code = dtype_code(request.tensor.dtype) if request.hop is None else PLAIN_BYTES
+        self.schedule = _schedule(request)
+        self.eager = request.num_bytes <= EAGER_BYTES
         self.confirmed = self.eager and request.plan.kind in (Kind.BROADCAST, Kind.REDUCE)
         self.counts = list(self.schedule.num_dependencies)
         self.remaining = len(self.counts)
@@ -52,6 +62,7 @@ class Run:
         self.pumping = False
         self.held: dict[int, list[int]] = {}  # sends that wait for their receiver to begin
         self.opened: set[int] = set()
+        self.malformed: FrameError | None = None  # what arrived could not be decoded
         self.accumulators = communicator.buffers_for(request, self.schedule)
         self.started_at = self.touched_at = self.warned_at = now
         self.asked_at: float | None = None
@@ -95,27 +106,31 @@ class Run:
         self.communicator.wire.send(view, task.peer, tag, self.code, on_done)
 
     def _receive(self, number: int, task: Task) -> None:
-        num_bytes = (task.stop - task.start) * self.accumulators[task.buffer].itemsize
+        accumulator = self.accumulators[task.buffer]
+        num_bytes = accumulator.num_bytes(task.start, task.stop)
+        into = None if task.add else accumulator.place(task.start, task.stop)
         tag = Tag(*self.name, task.index, self.digest)
         consume: Consume = partial(self._consume, task)
         on_done: OnDone = partial(self._on_done, number)
         tracer = self.communicator.tracer
         if tracer is not None:
             on_done = tracer.watch("receive", task.peer, num_bytes, self.belief, on_done)
-            if task.add:
+            if into is None:
                 consume = tracer.timed("reduce", task.peer, num_bytes, self.belief, consume)
-        into = None if task.add else self.accumulators[task.buffer].bytes_of(task.start, task.stop)
         self.communicator.wire.recv(task.peer, tag, num_bytes, self.code, consume, on_done, into)
 
     def _consume(self, task: Task, incoming: memoryview) -> None:
         accumulator = self.accumulators[task.buffer]
-        if task.add:
-            # Partners that exchange their sums must compute the same expression to get the same bits: -0.0 and 0.0, or two
-            # NaNs, do not commute. (Additions in WORK follow the order of ranks already.)
-            lower_first = task.buffer is Buffer.DATA and task.peer < self.communicator.wire.rank
-            accumulator.combine(task.start, task.stop, incoming, final=task.final, arrived_first=lower_first)
-        elif incoming.nbytes:
-            accumulator.copy_in(task.start, task.stop, incoming)
+        try:
+            if task.add:
+                # Partners that exchange their sums must compute the same expression to get the same bits: -0.0 and 0.0, or two
+                # NaNs, do not commute. (Additions in WORK follow the order of ranks already.)
+                lower_first = task.buffer is Buffer.DATA and task.peer < self.communicator.wire.rank
+                accumulator.combine(task.start, task.stop, incoming, final=task.final, arrived_first=lower_first)
+            elif incoming.nbytes:
+                accumulator.copy_in(task.start, task.stop, incoming)
+        except MalformedPayload as problem:  # to the wire the transfer went well: `_on_done`, which comes next, says otherwise
+            self.malformed = FrameError(task.peer, f"message {task.index} of {self.belief}: {problem}")
 
     def _work_locally_traced(self, task: Task) -> None:
         tracer = self.communicator.tracer
@@ -138,8 +153,9 @@ class Run:
     def _on_done(self, number: int, handle: Handle) -> None:
         if self.pending.done:
             return
-        if handle.error is not None:
-            self.communicator.transfer_failed(self, handle.error)
+        error = handle.error or self.malformed
+        if error is not None:
+            self.communicator.transfer_failed(self, error)
             return
         self._finished(number)
         self.pump()

@@ -11,6 +11,8 @@ That is all the order there is. Segments of a later round therefore travel while
 with no barrier between rounds. Only an empty vector has no elements to order it: its messages, empty too, are sent all the same
 and go round by round, as a barrier's do, so that a rank whose tensor is empty while the others' are not is found out.
 Compiled once per (plan, length, item size, segment), kept, and only read while running.
+
+With a hop (`hop.py`) the plan is cut and ordered in units in place of elements, so no chunk and no message cuts a unit.
 """
 
 from __future__ import annotations
@@ -18,11 +20,16 @@ from __future__ import annotations
 import bisect
 import enum
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from stretto.collectives.plan import Buffer, Kind, Local, Operation, Plan, Recv, Send, chunk_start
 from stretto.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from stretto.collectives.hop import Hop
 
 
 class Action(enum.IntEnum):
@@ -54,7 +61,8 @@ class Schedule:
     sources: frozenset[int]
     destinations: frozenset[int]
     needs_work_buffer: bool
-    sent: tuple[tuple[int, int], ...] = ()  # (peer, elements) over all messages: the ledger's
+    # (peer, elements; with a hop: bytes) over all messages: the ledger's
+    sent: tuple[tuple[int, int], ...] = ()
     received: tuple[tuple[int, int], ...] = ()
 
 
@@ -79,16 +87,32 @@ def compile_plan(plan: Plan, num_elements: int, segment_elements: int) -> Schedu
         sources=frozenset(task.peer for task in tasks if task.action is Action.RECEIVE),
         destinations=frozenset(task.peer for task in tasks if task.action is Action.SEND),
         needs_work_buffer=plan.needs_work_buffer,
-        sent=_elements_by_peer(tasks, Action.SEND),
-        received=_elements_by_peer(tasks, Action.RECEIVE),
+        sent=_totals_by_peer(tasks, Action.SEND),
+        received=_totals_by_peer(tasks, Action.RECEIVE),
     )
 
 
-def _elements_by_peer(tasks: list[Task], action: Action) -> tuple[tuple[int, int], ...]:
+def compile_hops(plan: Plan, num_elements: int, segment_bytes: int, hop: Hop) -> Schedule:
+    """Cut and order `plan` in units of `hop`, with messages of at most `segment_bytes` (and at least one unit) when encoded.
+
+    The tasks' ranges are elements again; the ledger's numbers are bytes, exact for a last unit that is shorter.
+    """
+    unit = hop.unit
+    in_units = compile_plan(plan, -(-num_elements // unit), segment_bytes // hop.num_bytes(unit))
+    tasks = [replace(task, start=task.start * unit, stop=min(task.stop * unit, num_elements)) for task in in_units.tasks]
+    return replace(
+        in_units,
+        tasks=tuple(tasks),
+        sent=_totals_by_peer(tasks, Action.SEND, hop.num_bytes),
+        received=_totals_by_peer(tasks, Action.RECEIVE, hop.num_bytes),
+    )
+
+
+def _totals_by_peer(tasks: list[Task], action: Action, size: Callable[[int], int] = int) -> tuple[tuple[int, int], ...]:
     totals: dict[int, int] = defaultdict(int)
     for task in tasks:
         if task.action is action:
-            totals[task.peer] += task.stop - task.start
+            totals[task.peer] += size(task.stop - task.start)
     return tuple(totals.items())
 
 

@@ -27,7 +27,8 @@ def _nothing() -> None:
 class Staging:
     """Gives flat host memory for a tensor, and the action that brings the result back to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_buffers: int = KEPT_BUFFERS) -> None:
+        self._kept_buffers = kept_buffers
         self._pinned: dict[tuple[torch.dtype, int], list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -71,7 +72,7 @@ class Staging:
         torch.cuda.current_stream(tensor.device).wait_event(finished)
         kept = self._pinned.setdefault((host.dtype, host.numel()), [])
         kept.append((host, finished))
-        if sum(map(len, self._pinned.values())) > KEPT_BUFFERS:
+        if sum(map(len, self._pinned.values())) > self._kept_buffers:
             self._pinned = {(host.dtype, host.numel()): kept[-1:]}
 
     def _take_pinned(self, tensor: torch.Tensor) -> torch.Tensor:

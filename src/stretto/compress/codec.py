@@ -33,6 +33,7 @@ from stretto.compress import exchange
 from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.rounds import Steps, Turn
+from stretto.compress.state import Exported, State
 
 
 class Compression(ABC):
@@ -50,6 +51,11 @@ class Compression(ABC):
     def refusal(self, algorithm: str) -> str | None:
         """Why its payloads cannot be combined by this all-reduce (a name of the catalogue), or None. "auto" suits everybody."""
         return None
+
+    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+        """Take up what a state of the same compression has exported, perhaps in other buckets."""
+        state.own.restore(own, self.flat_kinds)
+        state.shared.restore(shared, self.flat_kinds)
 
     @abstractmethod
     def exchange(self, values: Tensor, turn: Turn) -> Steps:
@@ -95,7 +101,7 @@ class Codec(Compression):
         """The reverse, on the payload's device. Of `draw` only `shared` is the encoder's."""
 
     def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        """Encode, and leave in `values` what the payload does not say: values - decode(payload). Fast codecs do it in one pass."""
+        """Encode, and leave in `values` what the payload does not say: values - decode(payload). Fast codecs need one pass."""
         payload = self.encode(values, blocks, draw)
         values.sub_(self.decode(payload, blocks, draw))
         return payload

@@ -4,8 +4,8 @@
     send C(p)            combined over workers by whatever exchange suits C
     e = p - C(p)         stays here
 
-Invariant (conservation): the sum of everything sent plus the residual is the sum of all gradients, per worker, whatever C is. In a
-            two-phase exchange the worker that combines a block keeps a second residual of the means it encodes.
+Invariant (conservation): the sum of everything sent plus the residual is the sum of all gradients, per worker, whatever C is.
+            In a two-phase exchange the worker that combines a block keeps a second residual, of the means that it encodes.
 Units:      of the gradient, not of the update: the learning rate may change freely. (With weights, of weight times gradient; with
             a `GradScaler` given to `distribute(scaler=...)`, unscaled.)
 Memory:     8 bytes per parameter (the residual, and the next one until the round has ended well everywhere); two-phase: 8/P more.
@@ -26,7 +26,8 @@ from stretto.compress.codec import Codec, Compression
 from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange, uses_two_phases
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
-from stretto.compress.rounds import Steps, Turn
+from stretto.compress.rounds import Steps, Turn, parts
+from stretto.compress.state import Exported, State
 from stretto.errors import ConfigurationError
 
 RESIDUAL, SERVER = "residual", "server_residual"
@@ -62,11 +63,18 @@ class ErrorFeedback(Compression):
             yield from _around(self.codec, values, residual, turn)
             return
         feedback = Feedback(residual)
-        if uses_two_phases(self.codec, turn.world_size) and self.codec.payload_dtype is None:
+        if combines_blocks(self.codec, turn.world_size):
             mine = turn.parts_of(self.codec)[turn.rank]
             server = own.flat(SERVER, mine.start, mine.stop)
             feedback = Feedback(residual, server, own.next_flat(SERVER))
         yield from exchange(self.codec, values, turn, feedback)
+
+    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+        if isinstance(self.codec, Codec):
+            restore_feedback(self.codec, state, own, rank, world_size)
+        else:
+            state.own.restore(own, self.flat_kinds)
+        state.shared.restore(shared, self.codec.flat_kinds)
 
     def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:
         return self.codec.bytes_sent(layout, rank, world_size, algorithm)
@@ -82,3 +90,31 @@ def _around(codec: Compression, values: Tensor, residual: Tensor, turn: Turn) ->
     values.copy_(residual)
     yield from codec.exchange(values, turn)
     residual.sub_(values)
+
+
+def restore_feedback(codec: Codec, state: State, own: Exported, rank: int, world_size: int) -> None:
+    """Take up residuals. Of the server's, this worker may have kept blocks that it no longer combines: what they hold becomes
+    part of its own residual, P times, for a P-th of that reaches the mean."""
+    first, last = 0, 0
+    if combines_blocks(codec, world_size):
+        mine = parts(codec.blocks(state.layout), world_size)[rank]
+        first, last = mine.start, mine.stop
+        state.own.flat(SERVER, first, last)
+    kept = {name: dict(own[name]) for name in (place.name for place in state.layout.places) if name in own}
+    for place in state.layout.places:
+        server = kept.get(place.name, {}).get(SERVER)
+        if server is None:
+            continue
+        foreign = server.reshape(-1).clone()
+        foreign[max(0, first - place.start) : max(0, last - place.start)] = 0.0
+        if bool(foreign.any()):
+            residual = kept[place.name].get(RESIDUAL, torch.zeros_like(server))
+            kept[place.name][RESIDUAL] = residual + world_size * foreign.view(residual.shape)
+        if first == last:
+            del kept[place.name][SERVER]
+    state.own.restore(kept, frozenset((RESIDUAL, SERVER)))
+
+
+def combines_blocks(codec: Codec, world_size: int) -> bool:
+    """Whether workers share the blocks out, and so keep a second residual."""
+    return codec.payload_dtype is None and uses_two_phases(codec, world_size)

@@ -13,8 +13,8 @@ times, where gathering encodes once: up to P = 2 gathering is as cheap and loses
 
 Payloads whose length depends on the values are gathered after their lengths (8 bytes each), padded to the longest.
 
-References: two-phase: Tang et al., "1-bit Adam", ICML 2021, section 5 (there with one scale per worker and chunk). Departs from it:
-chunks are whole blocks, so what is computed does not depend on who computes it.
+References: two-phase: Tang et al., "1-bit Adam", ICML 2021, section 5 (there with one scale per worker and chunk). Departs from
+it: chunks are whole blocks, so what is computed does not depend on who computes it.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def _summed(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None)
     payload = _encode(codec, source, blocks, turn.draw, feedback)
     if feedback is not None:
         source.mul_(size)
+    assert codec.payload_dtype is not None
     total = yield Sum(payload.view(codec.payload_dtype))
     values.copy_(codec.decode(total.view(torch.uint8), blocks, turn.draw))
 
@@ -172,6 +173,6 @@ def bytes_sent(codec: Codec, blocks: Blocks, rank: int, world_size: int, algorit
 
 
 def bytes_of_sum(num_elements: int, itemsize: int, rank: int, world_size: int, algorithm: str) -> int:
-    """What that rank sends in an all-reduce, from its plan. For "auto": as by ring, which no other undercuts for large vectors."""
+    """What that rank sends in an all-reduce, from its plan. For "auto": as by ring, which none undercuts for large vectors."""
     plan = catalogue.plan(Kind.ALL_REDUCE, "ring" if algorithm == "auto" else algorithm, rank, world_size)
     return sum(elements for _, elements in compile_plan(plan, num_elements, num_elements or 1).sent) * itemsize

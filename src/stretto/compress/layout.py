@@ -1,8 +1,8 @@
 """What lies where in a flat vector of gradients, and how a codec cuts it.
 
-A bucket's gradients lie one after the other in one vector; `Layout` names them. A codec cuts every tensor into *blocks*, each with
-a scale (or a choice of elements) of its own; a block never spans two tensors. So how parameters were put into buckets changes
-nothing in what is sent for each of them.
+A bucket's gradients lie one after the other in one vector; `Layout` names them. A codec cuts every tensor into *blocks*, each
+with a scale (or a choice of elements) of its own; a block never spans two tensors. So how parameters were put into buckets
+changes nothing in what is sent for each of them.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Layout:
 class Blocks:
     """Where blocks begin and end: block b is elements bounds[b] to bounds[b + 1] - 1; there are no gaps and no empty blocks.
 
-    `bounds` (B + 1) and `keys` (B) are int64 tensors on the CPU. `keys[b]` is a 32-bit number that says which part of which tensor
-    a block is, wherever it lies: random numbers depend on it and not on the bucket.
+    `bounds` (B + 1) and `keys` (B) are int64 tensors on the CPU. `keys[b]` is a 32-bit number that says which part of which
+    tensor a block is, wherever it lies: random numbers depend on it and not on the bucket.
     """
 
     __slots__ = ("_copies", "bounds", "keys")

@@ -2,15 +2,23 @@
 
     C(x)_i = s sign(x_i),  s = |x|_1 / n over each block, sign(0) = +1
 
-Bits:       n + 32 per block of `block` values. Layout: all scales (float32), then one bit per value, LSB first, all blocks one
-            after the other without padding between them; 1 is x >= 0; the last byte is padded with 0.
+Bits:       n + 32 per block of `block` values. Layout: all scales (float32), then one bit per value, LSB first, 1 is x >= 0;
+            every block is padded to whole bytes with 0 (up to 7 bits).
 Contraction: |x - C(x)|^2 = |x|^2 - |x|_1^2 / n, so delta = |x|_1^2 / (n |x|_2^2): 0.637 for Gaussian values, at least 1/n. (The
             norm-preserving scale |x|_2 / sqrt(n) of some systems is not a contraction on sparse vectors.)
 Biased: needs `ErrorFeedback`, without which signSGD fails on simple problems.
-Invariant:  encoding what was decoded gives the same payload, up to the rounding of the mean.
-References: Bernstein et al., "signSGD", ICML 2018; Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019. Departs from
-            them: a scale per block of a tensor, where they take one per tensor; smaller blocks follow the values more closely, and
-            workers can share the blocks out.
+Invariant:  encoding what was decoded gives the same payload, up to the rounding of the mean (the sum is taken in float64 and
+            rounded once). A block of zeros stays zeros.
+
+`Sign(vote=True)` is signSGD with majority vote: only the bits travel (n per block and direction), every worker's are counted,
+and the gradient becomes the sign of the sum: +1 or -1, and +1 where as many are for as against. A value of 0 votes +1. The
+result has no magnitude: the learning rate alone says how far a step goes. Fewer than half of the workers, whatever they send,
+cannot turn an element on which the others agree.
+
+References: Bernstein et al., "signSGD", ICML 2018, and "signSGD with Majority Vote", ICLR 2019; Karimireddy et al., "Error
+            Feedback Fixes SignSGD", ICML 2019. Departs from them: a scale per block of a tensor, where they take one per
+            tensor; smaller blocks follow the values more closely, and workers can share the blocks out (also those of a vote:
+            no server).
 """
 
 from __future__ import annotations
@@ -21,26 +29,108 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from stretto.compress import bits, exchange
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.rounds import Steps, Turn
+from stretto.errors import ConfigurationError
+
+NO_MAGNITUDE = "a vote has no magnitude, so there is no difference from the gradient to feed back"
 
 
 @dataclass(frozen=True, slots=True)
 class Sign(Codec):
-    """`block`: how many values share a scale."""
+    """`block`: how many values share a scale. `vote`: send signs alone, and take the majority's."""
 
     block: int = 4096
+    vote: bool = False
     splits: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
+            raise ConfigurationError(
+                f"Sign(block={self.block!r}): a block has a whole number of values, at least 1.\n"
+                f"Write Sign(block=4096), or fewer for scales that follow the values more closely (32 bits each)."
+            )
+        if not isinstance(self.vote, bool):
+            raise ConfigurationError(f"Sign(vote={self.vote!r}): write vote=True for a majority vote, or vote=False.")
+
+    @property
+    def no_residual(self) -> str | None:
+        """Why error feedback has no place around it, if so."""
+        return NO_MAGNITUDE if self.vote else None
 
     def blocks(self, layout: Layout) -> Blocks:
         return layout.cut(lambda place: self.block)
 
     def num_bytes(self, blocks: Blocks) -> int:
-        return 4 * len(blocks) + -(-blocks.num_elements // 8)
+        return bits.num_bytes(blocks, 1, self._scales)
+
+    @property
+    def _scales(self) -> int:
+        return 0 if self.vote else 1
 
     def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        raise NotImplementedError  # EXEMPLAR ONLY: helper "bits" writes it
+        return self._encode(values, blocks, leave_residual=False)
+
+    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        if self.vote:
+            raise ConfigurationError(f"ErrorFeedback({self!r}): {NO_MAGNITUDE}.\nWrite {self!r} alone, or ErrorFeedback(Sign()).")
+        return self._encode(values, blocks, leave_residual=True)
+
+    def _encode(self, values: Tensor, blocks: Blocks, leave_residual: bool) -> Tensor:
+        if not bits.runs_compiled(values):
+            payload = encode(values, blocks, self._scales)
+            if leave_residual:
+                values.sub_(decode(payload, blocks, self._scales))
+            return payload
+        from stretto.compress.kernels import sign_cpu
+
+        new = bits.blank(blocks, 1, self._scales, values)
+        sign_cpu.encode(values.numpy(), blocks.bounds.numpy(), new.scales.numpy(), new.packed.numpy(), leave_residual)
+        return new.whole
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        raise NotImplementedError
+        if not bits.runs_compiled(payload):
+            return decode(payload, blocks, self._scales)
+        out = torch.empty(blocks.num_elements)
+        self._decode(payload, blocks, out, adding=False)
+        return out
+
+    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
+        if bits.runs_compiled(payload):
+            self._decode(payload, blocks, total, adding=True)
+        else:
+            total.add_(decode(payload, blocks, self._scales))
+
+    def _decode(self, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+        from stretto.compress.kernels import sign_cpu
+
+        _, scales, packed = bits.opened(payload, blocks, 1, self._scales)
+        bits.check(sign_cpu.decode(packed.numpy(), blocks.bounds.numpy(), scales.numpy(), out.numpy(), adding))
+
+    def exchange(self, values: Tensor, turn: Turn) -> Steps:
+        """Of a vote: what is decoded adds up to votes for less votes against, so its sign is the majority's."""
+        yield from exchange.exchange(self, values, turn)
+        if self.vote:
+            values.copy_(torch.where(values >= 0, 1.0, -1.0))
+
+
+def encode(values: Tensor, blocks: Blocks, scales: int = 1) -> Tensor:
+    """The reference. `scales`: how many each block sends, 1 or 0."""
+    new = bits.blank(blocks, 1, scales, values)
+    if scales:
+        new.scales.copy_(bits.sums(values.abs(), blocks) / blocks.lengths.to(values.device))
+    new.packed.copy_(bits.pack((values >= 0).to(torch.uint8), blocks, 1))
+    return new.whole
+
+
+def decode(payload: Tensor, blocks: Blocks, scales: int = 1) -> Tensor:
+    came = bits.opened(payload, blocks, 1, scales)
+    signs = bits.unpack(came.packed, blocks, 1).float() * 2 - 1
+    if not scales:
+        return signs
+    if not (came.scales.isfinite() & (came.scales >= 0)).all():
+        bits.check(bits.BAD_SCALE)
+    return signs * came.scales[blocks.numbers(payload.device)]

@@ -1,7 +1,7 @@
 """What a compression remembers from round to round, and how it is kept right when a round comes to nothing.
 
-Two sections: `own` differs from worker to worker (a residual), `shared` is the same on all (PowerSGD's Q). Each holds flat vectors
-as long as the bucket ("residual"), of which every parameter has its part, and tensors of any shape by parameter name ("q").
+Two sections: `own` differs from worker to worker (a residual), `shared` is the same on all (PowerSGD's Q). Each holds flat
+vectors as long as the bucket ("residual"), of which every parameter has its part, and tensors of any shape by name ("q").
 
 A round *proposes* new values and does not touch what is there; `commit` makes them the state when the round has ended well on all
 workers, `discard` forgets them (a gradient was not finite somewhere, or a backward failed: then nobody steps, and what earlier
@@ -36,7 +36,7 @@ class Section:
         self._proposed_by_name: dict[tuple[str, str], Tensor] = {}
 
     def flat(self, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The vector of that kind, float32, zeros at first. Not to be written to. `start`, `stop`: if only a part is kept here."""
+        """The vector of that kind, float32, zeros at first. Not to be written to. `start`, `stop`: if a part of it is kept."""
         if kind not in self._flat:
             stop = self._layout.num_elements if stop is None else stop
             self._flat[kind] = torch.zeros(stop - start, device=self._device)

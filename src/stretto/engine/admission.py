@@ -13,7 +13,9 @@ from stretto.session import Job
 from stretto.strategy import Strategy
 
 
-def check(model: object, optimizer: object, strategy: object, buffers: object, check_finite: object) -> None:
+def check(
+    model: object, optimizer: object, strategy: object, buffers: object, check_finite: object, scaler: object = None
+) -> None:
     """The types and values of the arguments."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"distribute({type(model).__name__}, ...): the first argument is the nn.Module to train.")
@@ -30,6 +32,8 @@ def check(model: object, optimizer: object, strategy: object, buffers: object, c
         raise ConfigurationError(f"buffers={buffers!r}: write 'broadcast' or 'local'.")
     if not isinstance(check_finite, bool):
         raise ConfigurationError(f"check_finite={check_finite!r}: write True or False.")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ConfigurationError(f"scaler={scaler!r}: give the torch.amp.GradScaler of the loop, or leave it out.")
 
 
 def check_model(model: nn.Module, optimizer: Optimizer, job: Job) -> None:
@@ -76,6 +80,32 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
                     f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that is not one of the model's: its "
                     f"gradient would not be combined.\nMake the optimizer over model.parameters() of the very model given here."
                 )
+
+
+def check_compression(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
+    """Whether gradients of these parameters can be compressed so, and whether the optimizer suits what comes out."""
+    compress = strategy.compress
+    for name, parameter in model.named_parameters():
+        lossless = compress.for_parameter(name, tuple(parameter.shape)).lossless
+        if parameter.requires_grad and not lossless and not parameter.is_floating_point():
+            raise ConfigurationError(
+                f"compress={compress!r}: {name} is of {parameter.dtype}, and codecs work on real floating-point gradients.\n"
+                f"Leave it out: compress=ByParameter(({name!r}, NoCompression()), ('*', ...))."
+            )
+    if compress.optimizer_hint is not None and (own := _momentum_of(optimizer)) is not None:
+        raise ConfigurationError(
+            f"compress={compress!r} keeps the momentum itself, before gradients are sent, and {type(optimizer).__name__} has {own} "
+            f"of its own: it would be applied twice.\nWrite {compress.optimizer_hint}"
+        )
+
+
+def _momentum_of(optimizer: Optimizer) -> str | None:
+    """What the optimizer remembers of earlier gradients, in its own words; None if nothing."""
+    for group in optimizer.param_groups:
+        for option in ("momentum", "betas", "beta1", "rho", "alpha", "lr_decay", "etas"):
+            if group.get(option):
+                return f"{option}={group[option]}"
+    return None
 
 
 def check_world(model: nn.Module, strategy: Strategy, job: Job) -> None:

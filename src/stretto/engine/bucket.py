@@ -1,23 +1,30 @@
 """Parameters that travel together: one flat buffer, with gradients as views of it.
 
     an ordinary bucket     [ gradient | gradient | ... ]
-    the closing bucket     [ gradient | gradient | ... | weight | late | failed | present | used 0, used 1, ... ]
+    the closing bucket     [ gradient | gradient | ... | weight | late | failed | present | infinite | used 0, used 1, ... ]
 
 The closing bucket leaves last, when backward has ended, and carries what is known only then, in float32 or better: this
 worker's `weight`; whether any gradient came `late` (after its bucket had left); whether its backward `failed`; whether it is
-`present` or has run out of data; and for every parameter of the model whether it was `used`. The mean over workers is above
-zero if anybody said so. All of it rides along in a message that goes anyway.
+`present` or has run out of data; whether a gradient that was to be compressed was `infinite` (or not a number); and for every
+parameter of the model whether it was `used`. The mean over workers is above zero if anybody said so. All of it rides along in a
+message that goes anyway; where gradients are compressed, what must be exact has a message of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stretto.collectives.request import Pending
+from stretto.compress.codec import Compression
+from stretto.compress.layout import Layout
+from stretto.compress.none import NoCompression
+from stretto.compress.rounds import Turn
+from stretto.compress.state import State
+from stretto.engine.lane import Errand
 from stretto.errors import ConfigurationError
 from stretto.schedule.orders import Schedule
 
@@ -32,6 +39,7 @@ class Notes(NamedTuple):
     late: float
     failed: float
     present: float
+    infinite: float = 0.0
 
 
 NUM_NOTES = len(Notes._fields)
@@ -41,7 +49,12 @@ class Bucket:
     """One flat buffer and how far it is in this round."""
 
     def __init__(
-        self, members: Sequence[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device, num_notes: int = 0
+        self,
+        members: Sequence[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+        num_notes: int = 0,
+        compression: Compression | None = None,
     ) -> None:
         self.number = 0
         self.names = [name for name, _ in members]
@@ -57,6 +70,12 @@ class Bucket:
         self.sent = False
         self.pending: Pending | None = None
         self.bring_back: Callable[[], None] | None = None
+        self.compression = compression or NoCompression()
+        self.layout = Layout.of((name, parameter.shape) for name, parameter in members)
+        self.state = None if self.compression.lossless else State(self.layout, device)
+        self.turn: Turn | None = None  # in this round, if it is compressed
+        self.errand: Errand | None = None
+        self.kept: dict[Any, Any] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -115,12 +134,19 @@ class Bucket:
         """Of the closing bucket, once combined: whether every worker had a gradient for every parameter."""
         return bool((self.notes[NUM_NOTES:] > 1.0 - 0.5 / world_size).all())
 
+    def forget(self) -> None:
+        """What its compression remembers."""
+        if self.state is not None:
+            self.state = State(self.layout, self.flat.device)
+
     def reset(self) -> None:
         self.fired = [False] * len(self.parameters)
         self.missing = len(self.parameters)
         self.sent = False
         self.pending = None
         self.bring_back = None
+        self.turn = None
+        self.errand = None
 
 
 def refuse_graph(gradient: Tensor) -> None:
@@ -159,12 +185,18 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def make_buckets(named: Sequence[tuple[str, Tensor]], schedule: Schedule, device: torch.device) -> list[Bucket]:
-    """Group parameters, in reverse order of registration (the order in which gradients come), one dtype and device to a
-    bucket. The last one returned is the closing bucket."""
-    groups = _group(named, schedule)
-    closing = next((group for group in reversed(groups) if group[0][1].dtype in PRECISE), None)
-    buckets = [_bucket(group) for group in groups if group is not closing]
+Key = tuple[torch.dtype, torch.device, Compression]
+
+
+def make_buckets(
+    named: Sequence[tuple[str, Tensor]], schedule: Schedule, device: torch.device, compress: Compression | None = None
+) -> list[Bucket]:
+    """Group parameters, in reverse order of registration (the order in which gradients come), one dtype, device and compression
+    to a bucket. The last one returned is the closing bucket; with a lossy compression it holds no gradients."""
+    compress = compress or NoCompression()
+    groups = _group(named, schedule, compress)
+    closing = next((group for group in reversed(groups) if group[0][1].dtype in PRECISE), None) if compress.lossless else None
+    buckets = [_bucket(group, compress) for group in groups if group is not closing]
     num_notes = NUM_NOTES + len(named)
     if closing is None:
         buckets.append(Bucket([], torch.float32, device, num_notes))
@@ -175,17 +207,19 @@ def make_buckets(named: Sequence[tuple[str, Tensor]], schedule: Schedule, device
     return buckets
 
 
-def _bucket(group: list[tuple[str, Tensor]]) -> Bucket:
-    return Bucket(group, group[0][1].dtype, group[0][1].device)
+def _bucket(group: list[tuple[str, Tensor]], compress: Compression) -> Bucket:
+    name, parameter = group[0]
+    answer = compress.for_parameter(name, tuple(parameter.shape))
+    return Bucket(group, parameter.dtype, parameter.device, compression=answer)
 
 
-def _group(named: Sequence[tuple[str, Tensor]], schedule: Schedule) -> list[list[tuple[str, Tensor]]]:
-    filling: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+def _group(named: Sequence[tuple[str, Tensor]], schedule: Schedule, compress: Compression) -> list[list[tuple[str, Tensor]]]:
+    filling: dict[Key, list[tuple[str, Tensor]]] = {}
+    sizes: dict[Key, int] = {}
     groups: list[list[tuple[str, Tensor]]] = []
     limit = schedule.first_bucket_bytes
     for name, parameter in reversed(named):
-        key = (parameter.dtype, parameter.device)
+        key = (parameter.dtype, parameter.device, compress.for_parameter(name, tuple(parameter.shape)))
         filling.setdefault(key, []).append((name, parameter))
         sizes[key] = sizes.get(key, 0) + parameter.numel() * parameter.element_size()
         if limit is not None and sizes[key] >= limit:

@@ -38,12 +38,15 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.collectives.plan import Kind
 from stretto.collectives.staging import Staging
+from stretto.compress.state import Exported
+from stretto.engine import memory
 from stretto.engine.bucket import Bucket, Notes, make_buckets, refuse_graph
+from stretto.engine.compressing import Compressing
 from stretto.engine.finite import FiniteCheck
 from stretto.engine.sparse import exchange_sparse, sparse_parameters
 from stretto.engine.state import copy_buffers, copy_by
 from stretto.engine.watch import Watch
-from stretto.errors import BackwardFailed, StrettoError
+from stretto.errors import BackwardFailed, ConfigurationError, StrettoError
 from stretto.observe.compute import tensors_in
 from stretto.session import Job
 from stretto.strategy import Strategy
@@ -65,17 +68,29 @@ class Engine:
     inert = False
 
     def __init__(
-        self, model: nn.Module, strategy: Strategy, job: Job, *, check_finite: bool = False, broadcast_buffers: bool = True
+        self,
+        model: nn.Module,
+        strategy: Strategy,
+        job: Job,
+        *,
+        check_finite: bool = False,
+        broadcast_buffers: bool = True,
+        scaler: Any = None,
     ) -> None:
         self.model = model
         self.strategy = strategy
         self.job = job
         self.broadcast_buffers = broadcast_buffers
         self.optimizer: Any = None
-        self.synchronising = job.world_size > 1  # in a job of one there is nothing to do, and no hook is set
+        lossy = not strategy.compress.lossless
+        self.synchronising = job.world_size > 1 or lossy  # otherwise there is nothing to do, and no hook is set
         self.joining = False
         self.rounds = 0
         self.channel = job.new_channel()
+        self.buckets: list[Bucket] = []
+        self._compressing = Compressing(job, self.channel, strategy, scaler) if lossy else None
+        self._forgotten: tuple[Exported, Exported] = ({}, {})  # of parameters that have no place now: they may get one again
+        self._unused_mean = False  # with a lossy compression: p.grad holds a mean that no step has used
         self._finite = FiniteCheck() if check_finite else None
         self._staging = Staging()
         self._native = strategy.aggregate.algorithm == "native"
@@ -89,11 +104,11 @@ class Engine:
         self._sequence = 0
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
-        if job.world_size > 1:
+        if self.synchronising:
             self._lay_out()
             self._hooks.append(model.register_forward_pre_hook(self._before_forward))
             self._hooks.append(model.register_forward_hook(self._after_forward))
-        elif check_finite:
+        elif check_finite:  # in a job of one
             self._check_alone()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -111,7 +126,7 @@ class Engine:
         named: list[tuple[str, Tensor]] = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.sparse = [(name, p) for name, p in named if p in sparse]
         self.dense = [(name, p) for name, p in named if p not in sparse]
-        self.buckets = make_buckets(self.dense, self.strategy.schedule, self.job.device)
+        self._make_buckets()
         self.dense = [(name, p) for bucket in self.buckets for name, p in zip(bucket.names, bucket.parameters, strict=True)]
         self._views = [view for bucket in self.buckets for view in bucket.views]
         self.number: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(self.dense)}
@@ -120,6 +135,35 @@ class Engine:
         self._known = set(self.model.parameters())
         self._watch = Watch(self.model)
         self._set_gradient_hooks()
+
+    def _make_buckets(self) -> None:
+        """What compressions remember is theirs by parameter, wherever that lies now."""
+        own, shared = self.memory()
+        rounds = self.compressed_rounds
+        self.buckets = make_buckets(self.dense, self.strategy.schedule, self.job.device, self.strategy.compress)
+        self.remember(own, shared, rounds)
+
+    def memory(self) -> tuple[Exported, Exported]:
+        """What compressions remember, by parameter: this worker's own, and what is the same on all."""
+        own, shared = memory.export(self.buckets)
+        return self._forgotten[0] | own, self._forgotten[1] | shared
+
+    def remember(self, own: Exported, shared: Exported, rounds: int) -> None:
+        """Go on from what `memory` gave, here or elsewhere. The buckets must be fresh."""
+        memory.restore(self.buckets, own, shared, rounds, self.job.rank, self.job.world_size)
+        here = {name for bucket in self.buckets for name in bucket.names}
+        elsewhere = ({n: v for n, v in part.items() if n not in here} for part in (own, shared))
+        self._forgotten = (next(elsewhere), next(elsewhere))
+
+    def load_memory(self, own: Exported, shared: Exported, rounds: int) -> None:
+        """Replace all that compressions remember."""
+        for bucket in self.buckets:
+            bucket.forget()
+        self.remember(own, shared, rounds)
+
+    @property
+    def compressed_rounds(self) -> int:
+        return next((bucket.state.rounds for bucket in self.buckets if bucket.state is not None), 0)
 
     def _set_gradient_hooks(self) -> None:
         last = [p for p, large in zip(self.closing.parameters, self.closing.large, strict=True) if not large]
@@ -154,6 +198,8 @@ class Engine:
         for handle in (*self._hooks, *self._gradient_hooks):
             handle.remove()
         self._open, self._task = False, NO_TASK
+        if self._compressing is not None:
+            self._compressing.stop()
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -164,10 +210,14 @@ class Engine:
             return
         self.flush()
         self._notice_changes()
-        if module.training and torch.is_grad_enabled() and self.synchronising and self.broadcast_buffers and not self.joining:
+        if module.training and torch.is_grad_enabled() and self._shares_buffers:
             broadcast = partial(self._broadcast, " of buffers")
             copy_buffers(self.job, self._watch, broadcast, saved=self._buffers_saved)
         self._buffers_saved |= torch.is_grad_enabled()
+
+    @property
+    def _shares_buffers(self) -> bool:
+        return self.broadcast_buffers and self.synchronising and not self.joining and self.job.world_size > 1
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if self.inert or not torch.is_grad_enabled() or _current_task() != NO_TASK:
@@ -193,7 +243,7 @@ class Engine:
         if not self.synchronising or parameter.grad is None:
             return
         if not self._open:
-            self._begin_round()
+            self._begin_round(parameter)
         if bucket.sent:
             self._keep_late(parameter)
             return
@@ -210,11 +260,26 @@ class Engine:
     def _on_last_gradient(self, parameter: Tensor) -> None:
         """Of a parameter in the closing bucket, or with a sparse gradient: it stays where it is until the round closes."""
         if not self._open and self.synchronising:
-            self._begin_round()
+            self._begin_round(parameter)
 
-    def _begin_round(self) -> None:
+    def _begin_round(self, parameter: Tensor) -> None:
+        if self._unused_mean and parameter in self.place:
+            self._refuse_second_mean(parameter)
         self._open = True
         self._set_end()  # normally the outputs' hook has done it; else (a submodule called directly) this is the end we know
+
+    def _refuse_second_mean(self, parameter: Tensor) -> None:
+        """A mean of means is the mean only without loss: this worker's new gradient lies on top of everybody's old one."""
+        bucket, slot = self.place[parameter]
+        self._unused_mean = False
+        if parameter.grad is bucket.views[slot]:
+            raise ConfigurationError(
+                f"a second backward before optimizer.step(), with compress={self.strategy.compress!r}: p.grad already holds the "
+                f"mean over all workers, and what is on top of it would be compressed together with it, again.\n"
+                f"Put all but the last backward into `with stretto.no_sync(model):`, or call optimizer.zero_grad() before the next "
+                f"one if this step is to be left out. (Re-entrant checkpointing of the whole model makes a backward of each of "
+                f"its segments: use checkpoint(..., use_reentrant=False).)"
+            )
 
     def _keep_late(self, parameter: Tensor) -> None:
         number, gradient = self.number[parameter], parameter.grad
@@ -233,7 +298,21 @@ class Engine:
             for name, view in bucket.named_views:
                 self._finite.look(name, view)
         bucket.sent = True
-        self._reduce(bucket)
+        if self._compressing is None:
+            self._reduce(bucket)
+        elif bucket is self.closing:
+            self._compressing.start_closing(bucket, sequence=self._first_number(bucket), label=self._label + self._rates())
+        else:
+            sequence, absent = self._first_number(bucket), self._part is Part.ABSENT
+            self._compressing.start(bucket, number=self.rounds, sequence=sequence, label=self._label, absent=absent)
+
+    def _first_number(self, bucket: Bucket) -> int:
+        """Of the bucket's collectives in this round."""
+        return self._sequence + bucket.number * self._numbers_per_bucket
+
+    @property
+    def _numbers_per_bucket(self) -> int:
+        return 1 if self._compressing is None else self._compressing.numbers_per_bucket
 
     def _reduce(self, bucket: Bucket) -> None:
         """Begin the bucket's all-reduce; from a GPU, once its copy has arrived in host memory."""
@@ -241,7 +320,7 @@ class Engine:
             self.job.all_reduce(bucket.flat, "mean", "native")
             return
         flat, ready, bucket.bring_back = self._staging.lend(bucket.flat)
-        name = (self.channel, (self._sequence + bucket.number) & 0xFFFFFFFF)
+        name = (self.channel, self._first_number(bucket) & 0xFFFFFFFF)
         algorithm = self._algorithm(bucket.num_bytes)
         label = self._label + (self._rates() if bucket is self.closing else "")
         bucket.pending = self.job.start(Kind.ALL_REDUCE, flat, algorithm, op="mean", name=name, ready=ready, label=label)
@@ -279,6 +358,7 @@ class Engine:
             return self._hand_out()
         except Exception:
             self._let_finish()
+            self._settle(good=False)
             raise
         finally:
             self._reset()
@@ -286,9 +366,10 @@ class Engine:
     def _let_finish(self) -> None:
         """After an error: other buckets may be under way, and their memory is not free until they have arrived or failed too."""
         for bucket in self.buckets:
-            if bucket.pending is not None:
-                with suppress(StrettoError):
-                    bucket.pending.wait()
+            for under_way in (bucket.pending, bucket.errand):
+                if under_way is not None:
+                    with suppress(StrettoError):
+                        under_way.wait()
 
     def _send_rest(self, used: list[bool]) -> None:
         notes = Notes(self._weight, bool(self._late), self._part is Part.FAILED, self._part is not Part.ABSENT)
@@ -308,8 +389,14 @@ class Engine:
                 refuse_graph(parameter.grad)
         return [used for bucket in self.buckets for used in bucket.used]
 
+    def _settle(self, *, good: bool) -> None:
+        if self._compressing is not None:
+            self._compressing.settle(self.buckets, good=good)
+
     def _receive(self) -> None:
         try:
+            if self._compressing is not None:
+                self._compressing.receive(self.buckets)
             for bucket in self.buckets:
                 if bucket.pending is not None:
                     bucket.pending.wait()
@@ -322,6 +409,7 @@ class Engine:
     def _hand_out(self) -> Notes:
         notes, used = self.closing.read()
         if notes.failed:
+            self._settle(good=False)
             self._give_up()
             return notes
         if notes.late:
@@ -329,6 +417,11 @@ class Engine:
         for bucket in self.buckets:
             if notes.weight not in (1.0, 0.0):
                 bucket.gradients.div_(notes.weight)
+        if notes.infinite:
+            for bucket in self.buckets:
+                bucket.gradients.fill_(torch.nan)
+        self._settle(good=not notes.infinite)
+        self._unused_mean = self._compressing is not None and not notes.infinite
         for (_, parameter), view in zip(self.dense, self._views, strict=True):
             parameter.grad = view
         self._look_closely |= not self.closing.all_used_everywhere(self.job.world_size)
@@ -372,7 +465,7 @@ class Engine:
         self._part = Part.WORKING
         self.rounds += 1
         self.job.ledger.count_round(staleness=0)
-        self._sequence += len(self.buckets)
+        self._sequence += len(self.buckets) * self._numbers_per_bucket
 
     # -- rounds without gradients -------------------------------------------------------------------------------------
 
@@ -383,6 +476,10 @@ class Engine:
             self._late.clear()
             self._drop_gradients()
             self._finish_round(Part.FAILED)
+
+    def stepped(self) -> None:
+        """The optimizer is about to use the gradients that are there."""
+        self._unused_mean = False
 
     def _give_up(self) -> None:
         """Some worker's backward failed: nobody has a combined gradient. Those whose own did not fail get to know."""

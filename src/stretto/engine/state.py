@@ -109,7 +109,7 @@ def copy_optimizer(job: Job, optimizer: Optimizer, root: int = 0) -> None:
             f"Keep tensors, numbers, strings, lists and dicts in it, or load the same state on every rank after distribute()."
         )
     if not mine:
-        tensors = [torch.empty(shape, dtype=getattr(torch, name)) for name, shape in _kinds(skeleton)]
+        tensors = [torch.empty(shape, dtype=getattr(torch, name)) for name, shape in kinds(skeleton)]
     for tensor in tensors:
         if tensor.numel():
             job.broadcast(tensor, root)
@@ -121,7 +121,8 @@ def copy_optimizer(job: Job, optimizer: Optimizer, root: int = 0) -> None:
 
 def _described(optimizer: Optimizer, tensors: list[Tensor]) -> tuple[Any, str]:
     """The state without its tensors; or why it cannot be written down, which the others must hear rather than wait for ever."""
-    skeleton = take_apart(optimizer.state_dict(), tensors)
+    plain = {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
+    skeleton = take_apart(plain, tensors)  # what compressions remember is each worker's own
     try:
         msgspec.msgpack.encode(skeleton)
     except (TypeError, ValueError, OverflowError) as unwritable:
@@ -152,13 +153,14 @@ def put_together(value: Any, tensors: Any) -> Any:
     return value
 
 
-def _kinds(value: Any) -> list[tuple[str, list[int]]]:
+def kinds(value: Any) -> list[tuple[str, list[int]]]:
+    """Dtype and shape of every tensor that `take_apart` took out, in order."""
     if isinstance(value, list):
-        return [kind for _, item in value for kind in _kinds(item)]
+        return [kind for _, item in value for kind in kinds(item)]
     if isinstance(value, dict) and TENSOR in value:
         return [tuple(value[TENSOR])]
     if isinstance(value, dict):
-        return [kind for item in value["list"] for kind in _kinds(item)]
+        return [kind for item in value["list"] for kind in kinds(item)]
     return []
 
 

@@ -110,7 +110,8 @@ class LAMB(Layerwise):
 
 def adam_direction(gradient: Tensor, state: dict[str, Any], betas: tuple[float, float], eps: float) -> Tensor:
     """Take `gradient` into the moments and return m^ / (sqrt(v^) + eps), a new tensor of the gradient's dtype."""
-    (b1, b2), t = betas, state["step"]
+    b1, b2 = betas
+    t: int = state["step"]
     m: Tensor = state["exp_avg"]
     v: Tensor = state["exp_avg_sq"]
     m.mul_(b1).add_(gradient, alpha=1 - b1)

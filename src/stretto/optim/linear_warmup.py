@@ -118,7 +118,6 @@ class LinearWarmUp(LRScheduler):
         if self.after is not None:
             self.after.load_state_dict(state_dict["after"])
         self.last_epoch, self._unscaled = state_dict["step"], list(state_dict["unscaled"])
-        self._step_count = self.last_epoch + 1
         rates = [rate * self.factor for rate in self._unscaled]
         self._set_rates(rates)
         self._last_lr = list(rates)

@@ -1,0 +1,179 @@
+"""Training steps with compressed gradients on slow links, against torch's DDP, its fp16 hook, and no communication at all.
+
+    python benchmarks/compress_step.py                  rho = 10 and rho = 1 (needs root or user namespaces)
+    python benchmarks/compress_step.py --rho 10 --rounds 9
+    python benchmarks/compress_step.py --quick          few rounds: does the script work?
+
+rho is how many times longer DDP's communication takes than its computation. The script times the step without communication on
+all hosts at once, and sets the links to the rate at which DDP's bytes, 2 (P-1)/P times the gradients, take rho times as long.
+
+Writes `compress_step_MACHINE_DATE.json` and `.md`. Let the machine be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+from compress_worker import DDP, DDP_FP16, LIMIT, Report, Settings
+from step import LAB_LIMIT_S, QUICK_RESULTS, RESULTS, Ratio, judge, machine_name, ratio
+
+from stretto.bench.results import quartiles
+from stretto.bench.table_text import seconds, spread
+from stretto.errors import JobError, StrettoError
+from stretto.lab import Lab
+
+WORKER = Path(__file__).with_name("compress_worker.py")
+CODECS = {
+    "Float16": "Float16()",
+    "BFloat16": "BFloat16()",
+    "Int8": "Int8()",
+    "Int8, hops": "Int8()",
+    "Dynamic8": "Dynamic8()",
+    "QSGD 4 bit": "QSGD(bits=4)",
+    "TernGrad": "TernGrad()",
+    "EF OneBit": "ErrorFeedback(OneBit())",
+    "EF Sign": "ErrorFeedback(Sign())",
+    "EF TopK 1 %": "ErrorFeedback(TopK(0.01))",
+    "EF RandomK 1 %": "ErrorFeedback(RandomK(0.01))",
+    "EF PowerSGD 4": "ErrorFeedback(PowerSGD(4))",
+    "DGC 0.1 %": "DGC(0.001, warm_up=())",
+    "DeMo": "DeMo()",
+}
+SCHEDULE = "Buckets(bytes=4194304, first_bytes=1048576)"
+NONE = "stretto, uncompressed"
+TARGETS = {"Int8": 3.0, "EF PowerSGD 4": 6.0, "EF TopK 1 %": 6.0, "EF Sign": 6.0}
+OF_LIMIT = 0.70
+
+
+def strategies(names: list[str]) -> dict[str, str]:
+    out = {NONE: f"Strategy(schedule={SCHEDULE})"}
+    for name in names:
+        algorithm = 'AllReduce("ring")' if name.endswith("hops") else "AllReduce()"
+        out[name] = f"Strategy(aggregate={algorithm}, compress={CODECS[name]}, schedule={SCHEDULE})"
+    return out
+
+
+def run(settings: Settings) -> Report:
+    with tempfile.TemporaryDirectory(prefix="stretto-compress-") as folder:
+        answer = Path(folder) / "report.json"
+        with Lab(settings.hosts, settings.rate, environ=os.environ) as lab:
+            job = lab.start([sys.executable, str(WORKER), msgspec.json.encode(settings).decode(), str(answer)])
+            results = job.wait(LAB_LIMIT_S)
+        if job.first_failure is not None:
+            failed = results[job.first_failure]
+            raise JobError(f"host {job.first_failure} failed first (exit code {failed.returncode}):\n{failed.output[-4000:]}")
+        return msgspec.json.decode(answer.read_bytes(), type=Report)
+
+
+def rate_for(rho: float, settings: Settings) -> str:
+    """Bits per second at which DDP's bytes take `rho` times as long as a step without communication."""
+    alone = run(msgspec.structs.replace(settings, strategies={}, peers=[LIMIT], rounds=7, rate=None))
+    step_s = statistics.median(alone.rows[0].seconds)
+    num_bytes = 2 * (settings.hosts - 1) / settings.hosts * 4 * alone.num_parameters
+    mbit = num_bytes * 8 / (rho * step_s) / 1e6
+    print(f"a step without communication takes {step_s:.3f} s; rho = {rho:g} at {mbit:.0f} Mbit/s", flush=True)
+    return f"{max(1, round(mbit))}mbit"
+
+
+def compare(report: Report, name: str, peer: str) -> Ratio:
+    rows = {row.contender: row.seconds for row in report.rows}
+    return ratio(rows[peer], rows[name])
+
+
+def claims(report: Report) -> list[str]:
+    lines, rounds = [], report.settings.rounds
+    names = {row.contender for row in report.rows}
+    if report.settings.rho >= 10:
+        for name, least in TARGETS.items():
+            if name in names:
+                lines.append(_claim(report, name, DDP, least, rounds))
+                lines.append(_claim(report, name, DDP_FP16, 1.0, rounds))
+                if least == 6.0:
+                    lines.append(_claim(report, name, LIMIT, OF_LIMIT, rounds))
+    return lines
+
+
+def _claim(report: Report, name: str, peer: str, least: float, rounds: int) -> str:
+    found = compare(report, name, peer)
+    verdict = judge(rounds, met=found.low >= least, missed=found.high < least)
+    return f"| {name} | x {peer}, at least | {least:g} | {found.median:.2f} ({found.low:.2f} to {found.high:.2f}) | {verdict} |"
+
+
+def rows_table(report: Report) -> list[str]:
+    rows = {row.contender: row for row in report.rows}
+    lines = [
+        "| contender | time per step | middle half | x DDP | x DDP fp16 hook | x uncompressed | of the limit | MB sent |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(report.rows, key=lambda row: statistics.median(row.seconds)):
+        times = [compare(report, row.contender, peer).median for peer in (DDP, DDP_FP16, NONE, LIMIT) if peer in rows]
+        sent = "" if row.bytes_sent is None else f"{row.bytes_sent / 1e6:.3f}"
+        shown = " | ".join(f"{value:.2f}" for value in times)
+        middle = spread(quartiles(row.seconds))
+        lines.append(f"| {row.contender} | {seconds(statistics.median(row.seconds))} | {middle} | {shown} | {sent} |")
+    return lines
+
+
+def as_markdown(reports: list[Report], command: str) -> str:
+    first, machine = reports[0], reports[0].machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    lines = [
+        "# Training step with compressed gradients",
+        "",
+        f"{first.date}; `{command}`",
+        "",
+        f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}; {versions}.",
+        "",
+        f"Byte-level GPT, {first.num_parameters / 1e6:.1f} M parameters, batch {first.settings.rows} x {first.settings.length} on "
+        f"each of {first.settings.hosts} lab hosts, SGD, one thread each; `{SCHEDULE}` for stretto. Median over "
+        f"{first.settings.rounds} rounds of the slowest rank's time; contenders take turns in each round. Ratios are of the two "
+        "turns of each round, with the 95 % interval of the median. Above 1: faster than that peer.",
+    ]
+    for report in reports:
+        rows = {row.contender: statistics.median(row.seconds) for row in report.rows}
+        found = rows[DDP] / rows[LIMIT] - 1
+        title = f"## rho = {report.settings.rho:g}: links of {report.settings.rate} (DDP's step is {found:.1f} times longer than without)"
+        table = claims(report)
+        head = ["| contender | claim | target | measured | verdict |", "|---|---|---|---|---|"] if table else []
+        lines += ["", title, "", *head, *table, "", *rows_table(report)]
+    return "\n".join(lines) + "\n"
+
+
+def write(reports: list[Report], folder: Path, command: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"compress_step_{machine_name(reports[0])}_{reports[0].date[:10]}"  # type: ignore[arg-type]
+    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=1) + b"\n")
+    stem.with_suffix(".md").write_text(as_markdown(reports, command))
+    print(stem.with_suffix(".md").read_text())
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="Time training steps with compressed gradients on slow lab links.")
+    parser.add_argument("--rho", type=float, nargs="*", default=[10.0, 1.0], help="communication over computation, of DDP (10 1)")
+    parser.add_argument("--codecs", default=",".join(CODECS), help=f"of {','.join(CODECS)}")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rows", type=int, default=4, help="of each worker's batch")
+    parser.add_argument("--quick", action="store_true", help="2 rounds, three codecs; written to build/benchmarks")
+    parser.add_argument("--output", type=Path, help="folder for the two files (benchmarks/results)")
+    options = parser.parse_args(arguments)
+    names = ["Int8", "EF Sign"] if options.quick else options.codecs.split(",")
+    settings = Settings(strategies=strategies(names), rounds=2 if options.quick else options.rounds, rows=options.rows)
+    reports = []
+    for rho in options.rho:
+        rate = rate_for(rho, settings)
+        reports.append(run(msgspec.structs.replace(settings, rate=rate, rho=rho)))
+    folder = options.output or (QUICK_RESULTS if options.quick else RESULTS)
+    write(reports, folder, " ".join(["python benchmarks/compress_step.py", *arguments]))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except StrettoError as problem:
+        raise SystemExit(f"compress_step.py: {problem}") from None

@@ -1,0 +1,91 @@
+"""Momentum kept beside the exchange: the mean over workers, accumulated.
+
+    g = mean_w g_w,    u <- mu u + g,   handed out: u              as torch.optim.SGD(momentum=mu)
+                       u <- mu (u + g), handed out: u + g          Nesterov's, as torch.optim.SGD(momentum=mu, nesterov=True)
+
+For the tensors that `DGC` does not cut to few values: the optimizer has no momentum then, so it must come from here.
+
+Bits:       32 per value, summed by any all-reduce.
+Memory:     8 bytes per parameter: u, and the next one until the round has ended well. It is the same on all workers.
+`clip`:     the same as in `DGC`: each worker cuts each tensor's gradient to the norm clip / sqrt(P) before it is added.
+Reference:  Lin et al., "Deep Gradient Compression", ICLR 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from stretto.compress.codec import Compression
+from stretto.compress.exchange import bytes_of_sum
+from stretto.compress.layout import Layout
+from stretto.compress.rounds import Steps, Sum, Turn
+from stretto.errors import ConfigurationError
+
+VELOCITY = "velocity"
+OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=...)  # momentum=0: DGC keeps the momentum"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMomentum(Compression):
+    """What `DGC` uses for biases, norm layers and small tensors."""
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip: float | None = None
+    optimizer_hint: ClassVar[str | None] = OPTIMIZER
+    flat_kinds: ClassVar[frozenset[str]] = frozenset((VELOCITY,))
+
+    def __post_init__(self) -> None:
+        check_momentum(self, self.momentum, self.nesterov, self.clip)
+
+    def exchange(self, values: Tensor, turn: Turn) -> Steps:
+        clip_each(values, turn.layout, self.clip, turn.world_size)
+        values.mul_(1.0 / turn.world_size)
+        values.copy_((yield Sum(values)))
+        shared = turn.state.shared
+        u, next_u = shared.flat(VELOCITY), shared.next_flat(VELOCITY)
+        if self.nesterov:
+            torch.add(u, values, out=next_u).mul_(self.momentum)
+            values.add_(next_u)
+        else:
+            torch.mul(u, self.momentum, out=next_u).add_(values)
+            values.copy_(next_u)
+
+    def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int:
+        return bytes_of_sum(layout.num_elements, 4, rank, world_size, algorithm) if world_size > 1 else 0
+
+
+def clip_each(values: Tensor, layout: Layout, clip: float | None, world_size: int) -> None:
+    """Cut each tensor's norm, in place, to clip / sqrt(P): the sum of P of them, in random directions, has the norm `clip`."""
+    if clip is None:
+        return
+    for place in layout.places:
+        part = values[place.start : place.stop]
+        norm = torch.linalg.vector_norm(part, dtype=torch.float64)
+        part.mul_((clip / math.sqrt(world_size) / norm).clamp(max=1.0).float())
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_momentum(asked: Compression, momentum: Any, nesterov: Any, clip: Any) -> None:
+    if not is_number(momentum) or not 0 <= momentum < 1:
+        raise ConfigurationError(
+            f"{asked!r}: with momentum={momentum!r} gradients would be remembered for ever; it is a number from 0 to below 1.\n"
+            f"Write momentum=0.9, or momentum=0.0 for none."
+        )
+    if not isinstance(nesterov, bool):
+        raise ConfigurationError(
+            f"{asked!r}: nesterov={nesterov!r} is neither True nor False.\nWrite nesterov=True for Nesterov's."
+        )
+    if clip is not None and (not is_number(clip) or not 0 < clip < math.inf):
+        raise ConfigurationError(
+            f"{asked!r}: clip={clip!r} is no norm to cut gradients to; that is a number above 0.\n"
+            f"Write clip=1.0, or clip=None to leave gradients as they are."
+        )

@@ -1,0 +1,189 @@
+"""Deep gradient compression: the few largest values, and momentum that waits with those that were not sent.
+
+Each worker w keeps u (its momentum) and v (what it has not sent yet), for every tensor:
+
+    g <- g min(1, clip / (sqrt(P) |g|))          if `clip` is given: each worker cuts its own gradient, tensor by tensor
+    u <- mu u + g,      v <- v + u               Nesterov's: u <- mu (u + g), v <- v + u + g
+    s = about the k largest |v|                  by a sampled threshold, at most k = density n (`sampled_selection.py`)
+    send v[s];          v[s] = 0, u[s] = 0       u[s] = 0 ("factor masking") lest old momentum carry on after it was sent
+
+Everybody gets all payloads and hands out their mean, so the optimizer is plain SGD: momentum belongs in u, before the selection.
+Weight decay that SGD adds has no momentum then.
+
+Warm-up:    `warm_up` densities first, each for `warm_up_rounds` rounds (one epoch each in the paper), then `fraction`. A density
+            below `fraction` is raised to it. Rounds of the job are counted, so a resumed one goes on where it was.
+Dense:      tensors with one dimension or none, and those below 1024 values, go whole, with ordinary momentum (`DenseMomentum`).
+            So does everything at fraction = 1, where masking would wipe u in every round: no momentum at all.
+Bits:       48 for each value sent and 32 per tensor (`run_length.py`), (P - 1) times; before it 8 bytes to say how many.
+Memory:     16 bytes per parameter: u and v, and the next ones until the round has ended well on all workers.
+Invariant:  the sum of all that was sent and v is the sum of u over all rounds (Nesterov's: of u + g), masked or not. Its memory
+            is v: no `ErrorFeedback`.
+Values beyond the range of float32 stay at its end.
+Reference:  Lin et al., "Deep Gradient Compression", ICLR 2018. Departs from it: `clip` is per tensor, not over all parameters,
+            which a bucket does not see.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.compress.codec import Compression
+from stretto.compress.dense_momentum import OPTIMIZER, VELOCITY, DenseMomentum, check_momentum, clip_each, is_number
+from stretto.compress.draw import Draw
+from stretto.compress.kernels.compiling import has_numba
+from stretto.compress.layout import Blocks, Layout
+from stretto.compress.rounds import Gather, Steps, Turn
+from stretto.compress.run_length import decode_sparse, encode_sparse, max_bytes
+from stretto.compress.sampled_selection import select_largest
+from stretto.compress.state import Section
+from stretto.errors import ConfigurationError, FrameError, MalformedPayload
+
+ACCUMULATED = "accumulated"
+SMALL = 1024
+LARGEST = torch.finfo(torch.float32).max
+
+
+class Memory(NamedTuple):
+    """What a worker keeps: `u` its momentum, `v` what it has not sent."""
+
+    u: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DGC(Compression):
+    """`fraction`: of the values of each tensor, the share that is sent in a round."""
+
+    fraction: float = 0.001
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip: float | None = None
+    warm_up: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
+    warm_up_rounds: int = 100
+    masking: bool = True
+    optimizer_hint: ClassVar[str | None] = OPTIMIZER
+    flat_kinds: ClassVar[frozenset[str]] = frozenset((VELOCITY, ACCUMULATED))
+
+    def __post_init__(self) -> None:
+        if not is_number(self.fraction) or not 0 < self.fraction <= 1:
+            raise ConfigurationError(
+                f"DGC(fraction={self.fraction!r}): the share of values that is sent is above 0 and at most 1.\n"
+                f"Write DGC(fraction=0.001) for one in a thousand."
+            )
+        check_momentum(self, self.momentum, self.nesterov, self.clip)
+        if not isinstance(self.masking, bool):
+            raise ConfigurationError(f"{self!r}: masking={self.masking!r} is neither True nor False.\nLeave it out: it is True.")
+        _check_warm_up(self.warm_up, self.warm_up_rounds)
+
+    def density(self, rounds: int) -> float:
+        """The share of values that is sent after so many rounds."""
+        phase = rounds // self.warm_up_rounds
+        return max(self.fraction, self.warm_up[phase]) if phase < len(self.warm_up) else self.fraction
+
+    def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:
+        is_small = len(shape) < 2 or math.prod(shape) < SMALL
+        return self._dense() if is_small or self.fraction == 1 else self
+
+    def refusal(self, algorithm: str) -> str | None:
+        return f"the payloads of {self!r} do not add up, and {algorithm!r} adds what it carries"
+
+    def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:
+        return 0 if world_size == 1 else None
+
+    def exchange(self, values: Tensor, turn: Turn) -> Steps:
+        if self.fraction == 1:
+            yield from self._dense().exchange(values, turn)
+            return
+        blocks, density = self._blocks_of(turn), self.density(turn.state.rounds)
+        most = [max(1, math.ceil(density * n)) for n in blocks.lengths.tolist()]
+        clip_each(values, turn.layout, self.clip, turn.world_size)
+        memory = accumulate(values, turn.state.own, self.momentum, self.nesterov)
+        payload = take_largest(memory, blocks, most, turn.draw, self.masking)
+        told = yield Gather(torch.tensor([len(payload)]))
+        lengths = _checked(told.flatten().tolist(), max_bytes(blocks, most))
+        rows = yield Gather(torch.nn.functional.pad(payload, (0, max(lengths) - len(payload))))
+        values.zero_()
+        for rank, length in enumerate(lengths):
+            _add(rows[rank, :length], blocks, 1.0 / turn.world_size, values, rank)
+
+    def _dense(self) -> DenseMomentum:
+        return DenseMomentum(self.momentum, self.nesterov, self.clip)
+
+    def _blocks_of(self, turn: Turn) -> Blocks:
+        if self not in turn.kept:
+            turn.kept[self] = turn.layout.whole()
+        return turn.kept[self]  # type: ignore[no-any-return]
+
+
+def accumulate(g: Tensor, own: Section, momentum: float, nesterov: bool) -> Memory:
+    """The memory that follows once this gradient is in it; it is written where the next round will find it."""
+    before = Memory(own.flat(VELOCITY), own.flat(ACCUMULATED))
+    after = Memory(own.next_flat(VELOCITY), own.next_flat(ACCUMULATED))
+    if g.device.type == "cpu" and has_numba():
+        from stretto.compress.kernels import dgc_cpu
+
+        kernel = dgc_cpu.accumulate_nesterov if nesterov else dgc_cpu.accumulate
+        kernel(*(x.numpy() for x in (g, *before, torch.tensor([momentum]), *after)))
+    else:
+        accumulate_reference(g, before, momentum, nesterov, after)
+    return after
+
+
+def accumulate_reference(g: Tensor, before: Memory, momentum: float, nesterov: bool, after: Memory) -> None:
+    if nesterov:
+        torch.add(before.u, g, out=after.u).mul_(momentum)
+    else:
+        torch.mul(before.u, momentum, out=after.u).add_(g)
+    after.u.clamp_(-LARGEST, LARGEST)
+    torch.add(before.v, after.u, out=after.v)
+    if nesterov:
+        after.v.add_(g)
+    after.v.clamp_(-LARGEST, LARGEST)
+
+
+def take_largest(memory: Memory, blocks: Blocks, most: list[int], draw: Draw, masking: bool) -> Tensor:
+    """Take the largest of v, at most `most[b]` of block b, out of the memory, and return them as a payload."""
+    bounds, keys = blocks.bounds.tolist(), blocks.keys.tolist()
+    chosen = [torch.empty(0, dtype=torch.int64, device=memory.v.device)]
+    for start, stop, k, key in zip(bounds, bounds[1:], most, keys, strict=False):
+        chosen.append(select_largest(memory.v[start:stop], k, draw.own ^ key) + start)
+    positions = torch.cat(chosen)
+    payload = encode_sparse(positions, memory.v[positions], blocks)
+    memory.v[positions] = 0.0
+    if masking:
+        memory.u[positions] = 0.0
+    return payload
+
+
+def _checked(lengths: list[int], longest: int) -> list[int]:
+    """What others say of their payloads decides how much memory is taken: not more than a payload can need."""
+    for rank, length in enumerate(lengths):
+        if not 0 <= length <= longest:
+            raise FrameError(rank, f"DGC: it announces {length} bytes where at most {longest} can come")
+    return lengths
+
+
+def _add(payload: Tensor, blocks: Blocks, weight: float, total: Tensor, rank: int) -> None:
+    try:
+        positions, values = decode_sparse(payload, blocks)
+    except MalformedPayload as problem:
+        raise FrameError(rank, f"DGC: {problem}") from problem
+    total.index_add_(0, positions, values * weight)  # weighted first: the sum of P values may be too large for float32
+
+
+def _check_warm_up(densities: Any, rounds: Any) -> None:
+    if not isinstance(densities, tuple) or not all(is_number(one) and 0 < one < 1 for one in densities):
+        raise ConfigurationError(
+            f"DGC(warm_up={densities!r}): these are the densities to begin with, a tuple of numbers above 0 and below 1.\n"
+            f"Write warm_up=(0.25, 0.0625), or warm_up=() for none."
+        )
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+        raise ConfigurationError(
+            f"DGC(warm_up_rounds={rounds!r}): each density of the warm-up lasts a whole number of rounds, from 1.\n"
+            f"Write the number of steps in an epoch, or warm_up=() for no warm-up."
+        )

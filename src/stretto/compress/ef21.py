@@ -1,0 +1,144 @@
+"""EF21: workers send how their gradient differs from what the others already believe it to be.
+
+    c_i = C(g_i - e_i)           worker i: its gradient, less the estimate of it that all could have put together
+    e_i = e_i + c_i
+    e   = e + mean of c_i        the same on all workers; handed out
+
+On a fixed point e_i goes to g_i geometrically, at the contraction's rate, where plain error feedback keeps circling: what is
+compressed becomes small by itself.
+
+Invariant:  e = mean of e_i over the workers, up to rounding. In a two-phase exchange (a codec that splits, P > 2) the means are
+            compressed too, and the worker that combines a block keeps s, what of them was not said: e + s = mean of e_i. That is
+            EF21-BC, compressed in both directions, and costs no more than error feedback does.
+Bytes:      as the codec alone: gathered (P - 1) L, two-phase 2 L (P - 1) / P for payloads of L bytes.
+Memory:     16 bytes per parameter (e_i and e, each with its successor until the round has ended well everywhere), two-phase
+            8 / P more, with `momentum` 8 more; 4 while a round runs.
+Options:    `momentum` = eta: v_i = (1 - eta) v_i + eta g_i is estimated in place of g_i, v_i = g_i in the first round; batches
+            may then be small (EF21-SGDM).
+            `participation` = p: a worker takes part in a round with probability p, else it says that nothing has changed, and its
+            e_i and v_i stay (EF21-PP). Saying so takes as many bytes as anything else (payloads whose length depends on the values
+            are padded to the longest), and the worker has computed its gradient: p < 1 is there to study, not to save time.
+            Heavy ball (EF21-HB) is `torch.optim.SGD(momentum=...)`.
+References: Richtarik, Sokolov, Fatkhullin, "EF21", NeurIPS 2021 (arXiv:2106.05203); Fatkhullin et al., "EF21 with Bells &
+            Whistles", arXiv:2110.03294; Fatkhullin, Tyurin, Richtarik, "Momentum Provably Improves Error Feedback!", NeurIPS 2023
+            (arXiv:2305.15155). Departs from them: no server, the means are combined by all workers, each for some blocks; e_i
+            begins as C(g_i), of the ways they name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from stretto.compress.codec import Codec, Compression
+from stretto.compress.draw import mix
+from stretto.compress.error_feedback import combines_blocks
+from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange
+from stretto.compress.layout import Layout
+from stretto.compress.rounds import Steps, Turn, parts
+from stretto.compress.state import Exported, State
+from stretto.errors import ConfigurationError
+
+ESTIMATE, VELOCITY, SERVER, MEAN = "estimate", "velocity", "server_residual", "mean_estimate"
+COIN = 0x45463231  # so that whether a worker takes part does not depend on what it draws for its values
+
+
+@dataclass(frozen=True, slots=True)
+class EF21(Compression):
+    """`codec`: a contraction, such as `TopK` and `Sign`. `momentum`: eta in (0, 1]. `participation`: a probability in (0, 1]."""
+
+    codec: Codec
+    momentum: float | None = None
+    participation: float = 1.0
+    flat_kinds: ClassVar[frozenset[str]] = frozenset((ESTIMATE, VELOCITY, SERVER, MEAN))
+
+    def __post_init__(self) -> None:
+        if (problem := _no_contraction(self.codec)) is not None:
+            raise ConfigurationError(f"EF21({self.codec!r}): {problem}")
+        for name, value in (("momentum", self.momentum), ("participation", self.participation)):
+            if not (_is_portion(value) or (value is None and name == "momentum")):
+                raise ConfigurationError(
+                    f"EF21({name}={value!r}): a number above 0, at most 1, is needed. Write EF21({self.codec!r}, {name}=0.5), or "
+                    f"leave it out."
+                )
+
+    def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:
+        inner = self.codec.for_parameter(name, shape)
+        return dataclasses.replace(self, codec=inner) if isinstance(inner, Codec) and not inner.lossless else inner
+
+    def refusal(self, algorithm: str) -> str | None:
+        if self.codec.payload_dtype is None and algorithm in HOP_ALGORITHMS:
+            return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
+        return self.codec.refusal(algorithm)
+
+    def exchange(self, values: Tensor, turn: Turn) -> Steps:
+        own, shared = turn.state.own, turn.state.shared
+        estimate, mean = own.flat(ESTIMATE), shared.flat(MEAN)
+        target = own.next_flat(ESTIMATE).copy_(self._target(values, turn))
+        residual = target - estimate
+        yield from exchange(self.codec, values, turn, self._feedback(residual, turn))
+        target.sub_(residual)  # what remains is e_i + c_i
+        values.copy_(torch.add(mean, values, out=shared.next_flat(MEAN)))
+
+    def _target(self, values: Tensor, turn: Turn) -> Tensor:
+        """What the estimate is to become: the gradient, or its running mean; or what it is, if this worker does not take part."""
+        own = turn.state.own
+        if mix(turn.draw.own ^ COIN) >= self.participation * 2**32:
+            return own.flat(ESTIMATE)
+        if self.momentum is None:
+            return values
+        weight = 1.0 if turn.state.rounds == 0 else self.momentum
+        return torch.lerp(own.flat(VELOCITY), values, weight, out=own.next_flat(VELOCITY))
+
+    def _feedback(self, residual: Tensor, turn: Turn) -> Feedback:
+        if not combines_blocks(self.codec, turn.world_size):
+            return Feedback(residual)
+        own, mine = turn.state.own, turn.parts_of(self.codec)[turn.rank]
+        return Feedback(residual, own.flat(SERVER, mine.start, mine.stop), own.next_flat(SERVER))
+
+    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+        """Of the means this worker may have kept blocks that it no longer combines: what was not said of them is taken off its
+        own estimate, P times, for a P-th of that reaches the mean. Then it is said as part of the next difference."""
+        if combines_blocks(self.codec, world_size):
+            mine = parts(self.codec.blocks(state.layout), world_size)[rank]
+            state.own.flat(SERVER, mine.start, mine.stop)
+        elif any(SERVER in kinds for kinds in own.values()):
+            state.own.flat(SERVER, 0, 0)
+        Compression.restore(self, state, own, shared, rank, world_size)
+        moved: Exported = {}
+        for name, kinds in state.own.export().items():
+            if SERVER in own.get(name, {}):
+                foreign = own[name][SERVER].to(state.device) - kinds[SERVER]
+                moved[name] = {ESTIMATE: kinds[ESTIMATE] - world_size * foreign}
+        state.own.restore(moved, self.flat_kinds)
+
+    def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:
+        return self.codec.bytes_sent(layout, rank, world_size, algorithm)
+
+
+def _no_contraction(codec: object) -> str | None:
+    if not isinstance(codec, Codec) or codec.lossless:
+        return (
+            "there is nothing to correct, or it is no plain codec.\n"
+            "Write it around a lossy codec: EF21(TopK(0.01)), EF21(Sign()); to choose by name, ByParameter(('*.bias', "
+            "NoCompression()), ('*', EF21(Sign())))."
+        )
+    if codec.unbiased:
+        return (
+            "it is right on average and may err by more than it is given, so estimates need not come closer.\n"
+            f"Write {codec!r} alone, which needs no correction, or EF21 around a contraction: EF21(TopK(0.01)), EF21(Sign())."
+        )
+    if codec.payload_dtype in (torch.float16, torch.bfloat16):
+        return (
+            "its payloads are added in half precision, and what such a sum loses would stay in the mean for ever.\n"
+            f"Write {codec!r} alone, or EF21 around a codec that saves more: EF21(TopK(0.01)), EF21(Sign())."
+        )
+    return None
+
+
+def _is_portion(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1

@@ -1,0 +1,98 @@
+"""How a ring or halving-doubling carries `Int8`: signed bytes that are decoded, added to and encoded anew at every hop.
+
+Bits:       8 n + 32 per unit of `unit` elements. Layout: for each unit its scale (float32, little-endian), then its codes (int8);
+            so any range of whole units is one piece of memory, where `Int8` has all scales first.
+Units:      counted from element 0 of the vector that travels, whatever tensors lie in it. `Int8` cuts tensor by tensor; the two
+            give the same codes for one tensor alone.
+Invariant:  encode(decode(payload)) == payload, bit for bit; see `int8.py`. So whoever forwards a sum that is complete changes
+            nothing.
+Range:      values that are not finite (a sum on its way may overflow) come out as the largest there is: plus or minus 127 s,
+            about 3.4e38; NaN as plus.
+Reference:  see `int8.py`. The error of a running sum grows with the square root of the number of hops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stretto.compress.int8 import check, codes_of, refuse, scales_of
+from stretto.compress.kernels.compiling import has_numba
+from stretto.errors import MalformedPayload
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Hop:
+    """`unit`: how many elements share a scale."""
+
+    unit: int
+
+    def num_bytes(self, count: int) -> int:
+        return 4 * -(-count // self.unit) + count
+
+    def encode(self, values: Floats, out: Bytes) -> None:
+        if not has_numba():
+            out[:] = encode_in_torch(values, self.unit).numpy()
+            return
+        from stretto.compress.kernels import int8_cpu as kernels
+
+        kernels.encode_units(values.view(np.uint32), self.unit, out)
+
+    def add(self, payload: Bytes | memoryview, values: Floats) -> None:
+        """If it raises, `values` is of no use."""
+        incoming = self._checked(payload, values)
+        if not has_numba():
+            values += decode_in_torch(incoming, len(values), self.unit).numpy()
+            return
+        from stretto.compress.kernels import int8_cpu as kernels
+
+        refuse(kernels.add_units(incoming, self.unit, values))
+
+    def copy(self, payload: Bytes | memoryview, values: Floats) -> None:
+        incoming = self._checked(payload, values)
+        if not has_numba():
+            values[:] = decode_in_torch(incoming, len(values), self.unit).numpy()
+            return
+        from stretto.compress.kernels import int8_cpu as kernels
+
+        refuse(kernels.copy_units(incoming, self.unit, values))
+
+    def settle(self, values: Floats) -> None:
+        if not has_numba():
+            values[:] = decode_in_torch(encode_in_torch(values, self.unit).numpy(), len(values), self.unit).numpy()
+            return
+        from stretto.compress.kernels import int8_cpu as kernels
+
+        kernels.settle_units(values.view(np.uint32), self.unit)
+
+    def _checked(self, payload: Bytes | memoryview, values: Floats) -> Bytes:
+        incoming = np.frombuffer(payload, np.uint8)
+        if len(incoming) != self.num_bytes(len(values)):
+            raise MalformedPayload(f"{len(incoming)} bytes where {self.num_bytes(len(values))} must come")
+        return incoming
+
+
+def encode_in_torch(values: Floats, unit: int) -> Tensor:
+    """One row for each unit, the last filled up with zeros, which are cut off again."""
+    rows = torch.zeros(-(-len(values) // unit), unit)
+    rows.view(-1)[: len(values)] = torch.from_numpy(values)
+    rows.nan_to_num_(torch.finfo(torch.float32).max)
+    scales = scales_of(rows.abs().amax(1))
+    codes = codes_of(rows, scales.unsqueeze(1))
+    table = torch.cat([scales.view(torch.uint8).view(len(rows), 4), codes.view(torch.uint8)], 1)
+    return table.flatten()[: 4 * len(rows) + len(values)]
+
+
+def decode_in_torch(payload: Bytes, count: int, unit: int) -> Tensor:
+    rows = torch.zeros(-(-count // unit), 4 + unit, dtype=torch.uint8)
+    rows.view(-1)[: len(payload)] = torch.from_numpy(payload.copy())  # torch does not take memory that is read-only
+    scales, codes = rows[:, :4].flatten().view(torch.float32).unsqueeze(1), rows[:, 4:].contiguous()
+    check(scales, codes, scales.expand(codes.shape))
+    return (codes.view(torch.int8) * scales).flatten()[:count]

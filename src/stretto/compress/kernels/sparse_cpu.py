@@ -1,0 +1,173 @@
+"""Lists of chosen elements on a CPU: written and checked (see `sparse_format.py`), and drawn at random (see `random_k.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from stretto.compress.draw import GOLDEN, MULTIPLY_1, MULTIPLY_2
+from stretto.compress.kernels.compiling import compiled
+
+Array = Any  # numpy.ndarray, whose dtype and shape mean nothing to Numba's callers
+
+BAD_COUNT, BAD_INDEX, BAD_PADDING, BAD_BITMAP, NOT_FINITE = 1, 2, 3, 4, 5  # places in sparse_format.PROBLEMS
+EXPONENT = np.uint32(0x7F800000)
+STEP, FIRST, SECOND = np.uint32(GOLDEN), np.uint32(MULTIPLY_1), np.uint32(MULTIPLY_2)
+HALF, LAST = np.uint32(16), np.uint32(15)
+ROUNDS = 4
+
+
+@compiled
+def write(bits: Array, places: Array, bounds: Array, counts: Array, bitmapped: Array, words: Array, bitmaps: Array) -> None:
+    """Fill the sections counts, indices and values in `words`, and `bitmaps`."""
+    index, value = _sections(counts, bitmapped)
+    listed, place, byte = 0, 0, 0
+    bitmaps[:] = 0
+    for b in range(len(counts)):
+        start, stop = bounds[b], place + counts[b]
+        if bitmapped[b]:
+            for i in range(place, stop):
+                within = places[i] - start
+                bitmaps[byte + (within >> 3)] |= np.uint8(1 << (within & 7))
+            byte += (bounds[b + 1] - start + 7) // 8
+        else:
+            words[listed] = counts[b]
+            listed += 1
+            for i in range(place, stop):
+                words[index + i - place] = places[i] - start
+            index += counts[b]
+        place = stop
+    for i in range(place):
+        words[value + i] = bits[places[i]]
+
+
+@compiled
+def read(words: Array, bitmaps: Array, bounds: Array, counts: Array, bitmapped: Array, places: Array) -> int:
+    """Write the chosen elements' places; 0, or the number of the problem. The sections are as long as they must be."""
+    index, value = _sections(counts, bitmapped)
+    listed, place, byte = 0, 0, 0
+    for b in range(len(counts)):
+        here = places[place : place + counts[b]]
+        length = bounds[b + 1] - bounds[b]
+        if bitmapped[b]:
+            num_bytes = (length + 7) // 8
+            problem = _read_bitmap(bitmaps[byte : byte + num_bytes], length, here)
+            byte += num_bytes
+        elif words[listed] != counts[b]:
+            problem = BAD_COUNT
+        else:
+            problem = _read_list(words[index : index + counts[b]], length, here)
+            listed += 1
+            index += counts[b]
+        if problem:
+            return problem
+        here += bounds[b]
+        place += counts[b]
+    return NOT_FINITE if _any_not_finite(words[value : value + place]) else 0
+
+
+@compiled
+def _sections(counts: Array, bitmapped: Array) -> tuple[int, int]:
+    """At which words the indices begin, and the values."""
+    num_listed, num_indices = 0, 0
+    for b in range(len(counts)):
+        if not bitmapped[b]:
+            num_listed += 1
+            num_indices += counts[b]
+    return num_listed, num_listed + num_indices
+
+
+@compiled
+def _read_list(indices: Array, length: int, places: Array) -> int:
+    before, num_bad = np.int64(-1), 0
+    for i in range(len(places)):
+        index = np.int64(indices[i])
+        num_bad += 1 if index <= before else 0
+        places[i] = index
+        before = index
+    return BAD_INDEX if num_bad or before >= length else 0
+
+
+@compiled
+def _read_bitmap(bitmap: Array, length: int, places: Array) -> int:
+    if length % 8 and bitmap[-1] >> (length % 8):
+        return BAD_PADDING
+    count = 0
+    for byte in range(len(bitmap)):
+        if bitmap[byte] == 0:
+            continue
+        for bit in range(8):
+            if (bitmap[byte] >> bit) & 1:
+                if count == len(places):
+                    return BAD_BITMAP
+                places[count] = 8 * byte + bit
+                count += 1
+    return 0 if count == len(places) else BAD_BITMAP
+
+
+@compiled
+def _any_not_finite(values: Array) -> bool:
+    bad = False
+    for i in range(len(values)):
+        bad |= np.uint32(values[i] & EXPONENT) == EXPONENT
+    return bad
+
+
+@compiled
+def add_at(total: Array, places: Array, values: Array) -> None:
+    for i in range(len(places)):
+        total[places[i]] += values[i]
+
+
+@compiled
+def erase_at(values: Array, places: Array) -> None:
+    for i in range(len(places)):
+        values[places[i]] = 0.0
+
+
+@compiled
+def draw(bounds: Array, counts: Array, rows: Array, columns: Array, bases: Array, places: Array) -> None:
+    """`random_k.places_reference`, block by block: permute all, then go on with the few that left the block."""
+    keys = np.empty(ROUNDS + 1, np.uint32)
+    place = 0
+    for b in range(len(counts)):
+        length = bounds[b + 1] - bounds[b]
+        for r in range(ROUNDS + 1):
+            keys[r] = _mix(np.uint32(bases[b] + np.uint32(STEP * np.uint32(r + 1))))
+        offset = np.int64((np.uint64(keys[ROUNDS] >> np.uint32(1)) * np.uint64(length)) >> np.uint64(31))
+        for j in range(counts[b]):
+            places[place + j] = _permuted(j, rows[b], columns[b], keys)
+        for j in range(place, place + counts[b]):
+            at = places[j]
+            while at >= length:
+                at = _permuted(at, rows[b], columns[b], keys)
+            at += offset
+            places[j] = at - (length if at >= length else 0) + bounds[b]
+        place += counts[b]
+
+
+@compiled
+def _permuted(at: int, rows: int, columns: int, keys: Array) -> int:
+    row = np.uint32(at // columns)
+    column = np.uint32(at - row * columns)
+    for r in range(0, ROUNDS, 2):
+        row = _moved(row, column, rows, keys[r])
+        column = _moved(column, row, columns, keys[r + 1])
+    return np.int64(row) * columns + np.int64(column)  # type: ignore[return-value]
+
+
+@compiled
+def _moved(coordinate: np.uint32, other: np.uint32, size: int, key: np.uint32) -> np.uint32:
+    by = np.uint32((np.uint64(_mix(np.uint32(other + key))) * np.uint64(size)) >> np.uint64(32))
+    moved = np.uint32(coordinate + by)
+    return np.uint32(moved - size) if moved >= size else moved
+
+
+@compiled
+def _mix(x: np.uint32) -> np.uint32:
+    x = np.uint32(x ^ (x >> HALF))
+    x = np.uint32(x * FIRST)
+    x = np.uint32(x ^ (x >> LAST))
+    x = np.uint32(x * SECOND)
+    return np.uint32(x ^ (x >> LAST))

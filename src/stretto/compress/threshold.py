@@ -1,0 +1,116 @@
+"""Threshold: every element whose magnitude reaches a given value.
+
+    C(x)_i = x_i if |x_i| >= value, else 0
+
+Bytes:      4 + 8c for each tensor of which c elements are chosen, as a list (`sparse_format.py`): it depends on the values, so
+            the exchange gathers lengths first. At most 4 + 8n.
+Error:      |x_i - C(x)_i| < value for every element. No contraction: a vector below the threshold is not sent at all. With
+            `ErrorFeedback` it is sent once enough of it has gathered: every residual stays below the threshold.
+Invariant:  what is sent is exact, and its magnitude is at least the threshold (which the decoder checks).
+Reference:  Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015. Departs from it: the
+            value is sent, where the paper sends +-threshold in one bit and leaves the rest in the residual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.compress import sparse_format
+from stretto.compress.codec import Codec
+from stretto.compress.draw import Draw
+from stretto.compress.layout import Blocks, Layout
+from stretto.compress.sparse_format import Chosen, Form
+from stretto.errors import ConfigurationError, MalformedPayload
+
+MAGNITUDE = 0x7FFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold(Codec):
+    """`value`: the least magnitude that is sent; it is compared in float32."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", _checked(self.value))
+
+    def blocks(self, layout: Layout) -> Blocks:
+        return layout.whole()
+
+    def num_bytes(self, blocks: Blocks) -> None:
+        return None
+
+    def max_bytes(self, blocks: Blocks) -> int:
+        return 4 * len(blocks) + 8 * blocks.num_elements
+
+    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        return sparse_format.write(values, *at_least(values, _bits(self.value), blocks))
+
+    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        places, form = at_least(values, _bits(self.value), blocks)
+        payload = sparse_format.write(values, places, form)
+        sparse_format.erase(places, values)
+        return payload
+
+    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        return sparse_format.spread(self._read(payload, blocks), blocks.num_elements)
+
+    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
+        sparse_format.add(self._read(payload, blocks), total)
+
+    def _read(self, payload: Tensor, blocks: Blocks) -> Chosen:
+        chosen = sparse_format.read(payload, _announced(payload, blocks))
+        if bool((chosen.values.view(torch.int32) & MAGNITUDE < _bits(self.value)).any()):
+            raise MalformedPayload("a value is below the threshold")
+        return chosen
+
+
+def at_least(values: Tensor, floor: int, blocks: Blocks) -> tuple[Tensor, Form]:
+    """The places of all elements whose magnitude has at least these bits, ascending, and how they are written."""
+    if not sparse_format.kernels_run_on(values.device):
+        return at_least_reference(values, floor, blocks)
+    import numpy as np
+
+    from stretto.compress.kernels import top_k_cpu
+
+    bits, least = sparse_format.bits_of(values), np.uint32(floor)
+    counts = torch.empty(len(blocks), dtype=torch.int64)
+    top_k_cpu.count_at_least(bits, blocks.bounds.numpy(), least, counts.numpy())
+    places = torch.empty(int(counts.sum()) + top_k_cpu.GROUP, dtype=torch.int64)
+    count = top_k_cpu.list_at_least(bits, least, places.numpy())
+    return places[:count], Form.listed(blocks, counts)
+
+
+def at_least_reference(values: Tensor, floor: int, blocks: Blocks) -> tuple[Tensor, Form]:
+    places = (values.view(torch.int32) & MAGNITUDE >= floor).nonzero().flatten()
+    bounds, _ = blocks.on(values.device)
+    return places, Form.listed(blocks, torch.searchsorted(places, bounds).diff().cpu())
+
+
+def _announced(payload: Tensor, blocks: Blocks) -> Form:
+    """What the counts at the beginning say, as far as it can be."""
+    if len(payload) < 4 * len(blocks):
+        raise MalformedPayload(f"{len(payload)} bytes do not hold {len(blocks)} counts")
+    counts = sparse_format.unsigned(payload[: 4 * len(blocks)]).cpu()
+    if bool((counts > blocks.lengths).any()):
+        raise MalformedPayload("a count is larger than its tensor")
+    return Form.listed(blocks, counts)
+
+
+def _bits(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+
+
+def _checked(value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    rounded = float(torch.tensor(float(value), dtype=torch.float32)) if number else 0.0
+    if not 0 < rounded < float("inf"):
+        raise ConfigurationError(
+            f"Threshold({value!r}): the least magnitude that is sent is a float32 above 0 and below infinity; with 0 everything "
+            f"would be sent, with its index.\nWrite Threshold(1e-3), or NoCompression() to send everything."
+        )
+    return float(value)

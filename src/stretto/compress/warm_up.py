@@ -1,0 +1,78 @@
+"""Uncompressed first: gradients change fastest at the beginning, and what is left over then is soon out of date.
+
+    round < rounds     another compression, none by default
+    afterwards         `codec`
+
+Bits:      those of whichever is in force.
+Invariant: all workers change over in the same round, which is part of the checkpoint.
+References: Lin et al., "Deep Gradient Compression", ICLR 2018 (its own, by density: `DGC(warm_up=...)`); Vogels et al., "PowerSGD",
+            NeurIPS 2019 (their code compresses from some step on); Tang et al., "1-bit Adam", ICML 2021.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from stretto.compress.codec import Compression
+from stretto.compress.layout import Layout
+from stretto.compress.none import NoCompression
+from stretto.compress.rounds import Steps, Turn
+from stretto.compress.state import Exported, State
+from stretto.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp(Compression):
+    """`before` for the first `rounds` rounds of training, then `codec`."""
+
+    rounds: int
+    codec: Compression
+    before: Compression = field(default_factory=NoCompression)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 0:
+            raise ConfigurationError(
+                f"WarmUp(rounds={self.rounds!r}): a number of rounds is a whole number, 0 or more. Write for instance "
+                f"WarmUp(100, ErrorFeedback(TopK(0.01)))."
+            )
+        for part in (self.codec, self.before):
+            if not isinstance(part, Compression):
+                raise ConfigurationError(
+                    f"WarmUp({self.rounds}, ...): {part!r} is not a compression. Write for instance ErrorFeedback(TopK(0.01))."
+                )
+        if self.codec.optimizer_hint != self.before.optimizer_hint:
+            raise ConfigurationError(
+                f"{self!r}: one of the two keeps the momentum itself and the other does not, so no optimizer suits both.\n"
+                f"DGC and OneBitAdam have a warm-up of their own: DGC(warm_up=...), OneBitAdam(warm_up=...)."
+            )
+
+    @property
+    def lossless(self) -> bool:  # type: ignore[override]
+        return self.codec.lossless and self.before.lossless
+
+    @property
+    def optimizer_hint(self) -> str | None:  # type: ignore[override]
+        return self.codec.optimizer_hint
+
+    @property
+    def flat_kinds(self) -> frozenset[str]:  # type: ignore[override]
+        return self.codec.flat_kinds | self.before.flat_kinds
+
+    def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:
+        codec, before = self.codec.for_parameter(name, shape), self.before.for_parameter(name, shape)
+        return codec if codec == before else WarmUp(self.rounds, codec, before)
+
+    def refusal(self, algorithm: str) -> str | None:
+        return self.codec.refusal(algorithm) or self.before.refusal(algorithm)
+
+    def exchange(self, values: Tensor, turn: Turn) -> Steps:
+        yield from (self.before if turn.state.rounds < self.rounds else self.codec).exchange(values, turn)
+
+    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+        (self.before if state.rounds < self.rounds else self.codec).restore(state, own, shared, rank, world_size)
+
+    def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:
+        """After the warm-up."""
+        return self.codec.bytes_sent(layout, rank, world_size, algorithm)

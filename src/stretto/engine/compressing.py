@@ -1,0 +1,124 @@
+"""Gradients that are compressed: from a full bucket to the mean over workers, in the compression thread.
+
+What may not happen to a round that comes to nothing: that residuals, momenta or Q matrices have moved on while no worker steps.
+So every turn proposes its new state, and `settle` commits it when all workers' notes say that the round is good. A gradient that
+is not finite cannot be encoded: its worker sends zeros in its place and says so in its notes; then everybody's gradients become
+NaN, as they would without compression (`GradScaler` skips the step), and nothing is committed.
+
+With a `GradScaler`, values are divided by its scale before they are encoded and multiplied by it afterwards: the scale changes
+from step to step, and residuals must not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.compress.draw import Draw
+from stretto.compress.none import NoCompression
+from stretto.compress.rounds import Turn
+from stretto.compress.state import State
+from stretto.engine.bucket import Bucket, Notes
+from stretto.engine.carrier import MOST, Carrier
+from stretto.engine.lane import Course, Lane
+from stretto.errors import StrettoError
+from stretto.session import Job
+from stretto.strategy import Strategy
+
+INFINITE = Notes._fields.index("infinite")
+
+
+class Compressing:
+    """The exchanges of one engine."""
+
+    numbers_per_bucket = MOST
+
+    def __init__(self, job: Job, channel: int, strategy: Strategy, scaler: Any) -> None:
+        self._job = job
+        self._channel = channel
+        self._algorithm = strategy.aggregate.algorithm
+        self._scaler = scaler
+        self._lane = Lane()
+        self._carrier = Carrier(job, channel, self._algorithm)
+        self._infinite = False
+        job.on_close(self._lane.stop)
+
+    def start(self, bucket: Bucket, *, number: int, sequence: int, label: str, absent: bool) -> None:
+        """Send the bucket on its way. `number`: of the round; `absent`: this worker has no data, and nothing of its own to say."""
+        if bucket.state is not None:
+            state = bucket.state.of_absent() if absent else bucket.state
+            draw = Draw.of_round(number, self._job.rank, self._channel)
+            world_size = self._job.world_size
+            bucket.turn = Turn(bucket.layout, state, draw, self._job.rank, world_size, self._algorithm, bucket.kept)
+        bucket.errand = self._lane.submit(self._course(bucket, sequence, label), bucket.flat.device)
+
+    def start_closing(self, bucket: Bucket, *, sequence: int, label: str) -> None:
+        """The notes, when the thread has seen all buckets' values and knows whether they are finite."""
+        bucket.errand = self._lane.submit(self._closing_course(bucket, sequence, label), bucket.flat.device)
+
+    def _course(self, bucket: Bucket, sequence: int, label: str) -> Course:
+        gradients = bucket.gradients
+        values = gradients if bucket.turn is None else gradients.float()
+        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        if not _is_finite(values):
+            self._infinite = True
+            values.zero_()
+        if scale != 1.0:
+            values.mul_(1.0 / scale)
+        yield from self._carrier.carry(bucket.compression.exchange(values, _turn(bucket, self._job)), sequence, label)
+        if scale != 1.0:
+            values.mul_(scale)
+        if values is not gradients:
+            gradients.copy_(values)
+
+    def _closing_course(self, bucket: Bucket, sequence: int, label: str) -> Course:
+        if self._infinite:
+            bucket.notes[INFINITE] = 1.0
+        yield from self._carrier.carry(NoCompression().exchange(bucket.flat, _turn(bucket, self._job)), sequence, label)
+
+    def receive(self, buckets: Sequence[Bucket]) -> None:
+        """Wait for every bucket, also when one fails: the memory of the others is not free before. Then raise the first error."""
+        begin_ns, first = time.perf_counter_ns(), None
+        for bucket in buckets:
+            try:
+                if bucket.errand is not None:
+                    bucket.errand.wait()
+            except StrettoError as error:
+                first = first or error
+        self._job.ledger.count_wait(time.perf_counter_ns() - begin_ns)
+        if first is not None:
+            raise first
+
+    def settle(self, buckets: Sequence[Bucket], *, good: bool) -> None:
+        """The round has ended: what it proposed becomes the state, or is forgotten."""
+        self._infinite = False
+        for bucket in buckets:
+            if bucket.turn is not None and bucket.state is not None:
+                if good:
+                    bucket.turn.state.commit()
+                    bucket.state.rounds = bucket.turn.state.rounds
+                else:
+                    bucket.turn.state.discard()
+
+    def stop(self) -> None:
+        self._lane.stop()
+
+
+def _turn(bucket: Bucket, job: Job) -> Turn:
+    if bucket.turn is not None:
+        return bucket.turn
+    return Turn(bucket.layout, State(bucket.layout, bucket.flat.device), rank=job.rank, world_size=job.world_size)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """In one pass: the largest magnitude is infinite or not a number if any value is."""
+    if values.numel() == 0:
+        return True
+    if not (values.is_floating_point() or values.is_complex()):
+        return True
+    return math.isfinite(float(torch.linalg.vector_norm(values, math.inf)))

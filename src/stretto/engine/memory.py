@@ -1,0 +1,67 @@
+"""What a compression remembers, by parameter name: across other buckets, in the optimizer's `state_dict`, and from job to job.
+
+    {"compress": repr, "rank", "world_size", "rounds", "own": {parameter: {kind: tensor}}, "shared": {...}}
+
+`own` is this worker's alone (residuals); `shared` is the same on all. A plain `optimizer.state_dict()` holds this worker's;
+`stretto.save` collects all workers' (`checkpoint.py`). With another number of workers, every worker takes the mean of what all had
+of their own, so the mean over workers, which is what has yet to be said, is conserved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.compress.error_feedback import SERVER
+from stretto.compress.state import Exported
+from stretto.engine.bucket import Bucket
+
+ENTRY = "stretto"
+
+log = logging.getLogger("stretto")
+
+
+def export(buckets: Sequence[Bucket]) -> tuple[Exported, Exported]:
+    """Everything that the buckets' compressions remember: own and shared."""
+    own: Exported = {}
+    shared: Exported = {}
+    for bucket in buckets:
+        if bucket.state is not None:
+            own |= bucket.state.own.export()
+            shared |= bucket.state.shared.export()
+    return own, shared
+
+
+def restore(buckets: Sequence[Bucket], own: Exported, shared: Exported, rounds: int, rank: int, world_size: int) -> None:
+    """Give the buckets, which must be fresh, what was exported."""
+    for bucket in buckets:
+        if bucket.state is not None:
+            bucket.state.rounds = rounds
+            bucket.compression.restore(bucket.state, own, shared, rank, world_size)
+
+
+def check(saved: Mapping[str, Mapping[str, Any]], buckets: Sequence[Bucket]) -> str | None:
+    """The first tensor that cannot belong to the parameter it is saved under, or None."""
+    for bucket in buckets:
+        for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+            for kind, value in saved.get(name, {}).items():
+                if not isinstance(value, Tensor):
+                    return f"{kind} of {name} is a {type(value).__name__}, not a tensor"
+                if kind in bucket.compression.flat_kinds and value.numel() != parameter.numel():
+                    return f"{kind} of {name} has {value.numel()} elements, the parameter {parameter.numel()}"
+    return None
+
+
+def mean_of(everybody: Sequence[Exported]) -> Exported:
+    """For another number of workers: what each then has of its own. (The server's residual lay in parts: they are put together.)"""
+    out: Exported = {}
+    for name in dict.fromkeys(name for own in everybody for name in own):
+        for kind in dict.fromkeys(kind for own in everybody for kind in own.get(name, {})):
+            values = [own[name][kind] for own in everybody if kind in own.get(name, {})]
+            total = torch.stack([value.float() for value in values]).sum(0)
+            out.setdefault(name, {})[kind] = total if kind == SERVER else total / len(everybody)
+    return out
