@@ -3,6 +3,21 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+WORKERS ?= 2
+
+# The tests that $(1) selects: most of them side by side in processes of pytest-xdist, a file at a time; then, one by one, those that
+# measure seconds or the machine. The second half runs whatever became of the first; the last line and the exit status are of both.
+define run_tests
+@first=0; second=0; \
+echo "== 1 of 2: tests that may run side by side =="; \
+$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "$(1)not alone" || first=$$?; \
+echo "== 2 of 2: tests that run alone =="; \
+$(BIN)/python -m pytest -m "$(1)alone" || second=$$?; \
+if [ $$first -ne 0 ]; then echo "== FAILED: 1 of 2, the tests that may run side by side (their summary is above the second half) =="; fi; \
+if [ $$second -ne 0 ]; then echo "== FAILED: 2 of 2, the tests that run alone =="; fi; \
+if [ $$first -ne 0 ]; then exit $$first; elif [ $$second -ne 0 ]; then exit $$second; fi; \
+echo "== passed: both halves =="
+endef
 
 .PHONY: demo test test-all bench lint clean
 
@@ -16,10 +31,10 @@ demo: $(READY)
 	$(BIN)/python examples/train_demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(call run_tests,not slow and )
 
 test-all: $(READY) lint
-	$(BIN)/python -m pytest
+	$(call run_tests,)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/all_reduce.py

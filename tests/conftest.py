@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ HOW = {
     "gpu": "need a CUDA device",
     "root": "need root or user namespaces",
     "processes": "start real processes",
+    "alone": "measure seconds or the machine",
 }
 
 
@@ -26,13 +28,26 @@ def preloaded() -> Iterator[Preloaded]:
 
 
 class LeftOut:
-    def __init__(self) -> None:
+    """Counts what was deselected. Under pytest-xdist that happens in the workers, each of which selects among all tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
         self.deselected: Counter[str] = Counter()
+        self.is_half = "alone" in config.option.markexpr  # of `make test`: what the other half runs is not left out
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         for item in items:
             names = [name for name in HOW if item.get_closest_marker(name) is not None]
-            self.deselected[names[0] if names else "other"] += 1
+            if "slow" in names or not self.is_half:
+                self.deselected[names[0] if names else "other"] += 1
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["deselected"] = dict(self.deselected)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.deselected = Counter(getattr(node, "workeroutput", {}).get("deselected", self.deselected))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         skipped = Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))
@@ -46,4 +61,4 @@ class LeftOut:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(LeftOut(), "stretto-left-out")
+    config.pluginmanager.register(LeftOut(config), "stretto-left-out")

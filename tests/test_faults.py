@@ -25,7 +25,7 @@ import pytest
 
 import stretto
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(60)]
 
 WIRES = ("tcp", "zeromq")
 

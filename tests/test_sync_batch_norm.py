@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+import stretto
 from engine.worker import RING, assert_equal_everywhere, seeded, start, state_of
 from stretto.distributing import distribute, join, weight
 from stretto.errors import ConfigurationError, PeerLost, RankMismatch
@@ -270,6 +271,34 @@ def test_a_layer_of_a_job_that_is_over_works_in_the_next() -> None:
     run_jobs(SIZE, program, SIZE)
     expected = nn.BatchNorm2d(2)(torch.cat(images(EVEN[:2])))
     torch.testing.assert_close(torch.cat(run_jobs(2, program, 2)), expected, rtol=1e-6, atol=1e-6)
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def train_on_the_gpu(batches: tuple[int, ...]) -> tuple[list[float], list[float]]:
+    """In a process of its own: autograd has one thread per GPU and process, which ranks in threads would have to share."""
+    job = stretto.init()
+    x = images(batches)[job.rank].cuda()
+    model = model_of().cuda()
+    optimizer = start(job, model)
+    weight(float(len(x)))
+    trained = train(model, optimizer, [x, x])
+    stretto.shutdown()
+    return trained.gradients["0.weight"].flatten().tolist(), trained.state["1.running_var"].tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.processes
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_two_processes_on_a_gpu_equal_one_process_on_the_whole_batch() -> None:
+    batches = (7, 2)
+    expected = model_of(convert=False).cuda()
+    whole = torch.cat(images(batches)).cuda()
+    alone = train(expected, torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), [whole, whole])
+    for gradient, variance in stretto.launch(train_on_the_gpu, 2, batches, timeout_s=100):
+        torch.testing.assert_close(torch.tensor(gradient), alone.gradients["0.weight"].flatten().cpu(), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(variance), alone.state["1.running_var"].cpu(), rtol=1e-4, atol=1e-5)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

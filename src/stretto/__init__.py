@@ -27,7 +27,26 @@ if TYPE_CHECKING:
     from stretto.checkpoint import Resumed as Resumed
     from stretto.checkpoint import load as load
     from stretto.checkpoint import save as save
+    from stretto.compress.bfloat16 import BFloat16 as BFloat16
+    from stretto.compress.by_parameter import ByParameter as ByParameter
+    from stretto.compress.demo import DeMo as DeMo
+    from stretto.compress.dgc import DGC as DGC
+    from stretto.compress.dynamic8 import Dynamic8 as Dynamic8
+    from stretto.compress.ef21 import EF21 as EF21
+    from stretto.compress.error_feedback import ErrorFeedback as ErrorFeedback
+    from stretto.compress.float16 import Float16 as Float16
+    from stretto.compress.int8 import Int8 as Int8
     from stretto.compress.none import NoCompression as NoCompression
+    from stretto.compress.one_bit import OneBit as OneBit
+    from stretto.compress.one_bit_adam import OneBitAdam as OneBitAdam
+    from stretto.compress.power_sgd import PowerSGD as PowerSGD
+    from stretto.compress.qsgd import QSGD as QSGD
+    from stretto.compress.random_k import RandomK as RandomK
+    from stretto.compress.sign import Sign as Sign
+    from stretto.compress.tern_grad import TernGrad as TernGrad
+    from stretto.compress.threshold import Threshold as Threshold
+    from stretto.compress.top_k import TopK as TopK
+    from stretto.compress.warm_up import WarmUp as WarmUp
     from stretto.distributing import distribute as distribute
     from stretto.distributing import join as join
     from stretto.distributing import no_sync as no_sync
@@ -37,6 +56,7 @@ if TYPE_CHECKING:
     from stretto.errors import ConfigurationError as ConfigurationError
     from stretto.errors import FrameError as FrameError
     from stretto.errors import JobError as JobError
+    from stretto.errors import MalformedPayload as MalformedPayload
     from stretto.errors import NonFiniteGradient as NonFiniteGradient
     from stretto.errors import PeerLost as PeerLost
     from stretto.errors import RankMismatch as RankMismatch
@@ -48,6 +68,9 @@ if TYPE_CHECKING:
     from stretto.errors import WireTimeout as WireTimeout
     from stretto.errors import WorkerFailed as WorkerFailed
     from stretto.job.in_process import launch as launch
+    from stretto.optim.lamb import LAMB as LAMB
+    from stretto.optim.lars import LARS as LARS
+    from stretto.optim.linear_warmup import LinearWarmUp as LinearWarmUp
     from stretto.parsing import parse as parse
     from stretto.sampler import Sampler as Sampler
     from stretto.schedule.orders import AfterBackward as AfterBackward
@@ -56,6 +79,7 @@ if TYPE_CHECKING:
     from stretto.shard.replicated import Replicated as Replicated
     from stretto.strategy import Strategy as Strategy
     from stretto.sync.synchronous import Synchronous as Synchronous
+    from stretto.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from stretto.timeouts import Timeouts as Timeouts
 
 __version__ = "0.1.0"
@@ -67,19 +91,42 @@ _HOME = {
     ),
     "stretto.aggregate.all_reduce": ("AllReduce",),
     "stretto.checkpoint": ("Resumed", "load", "save"),
+    "stretto.compress.bfloat16": ("BFloat16",),
+    "stretto.compress.by_parameter": ("ByParameter",),
+    "stretto.compress.demo": ("DeMo",),
+    "stretto.compress.dgc": ("DGC",),
+    "stretto.compress.dynamic8": ("Dynamic8",),
+    "stretto.compress.ef21": ("EF21",),
+    "stretto.compress.error_feedback": ("ErrorFeedback",),
+    "stretto.compress.float16": ("Float16",),
+    "stretto.compress.int8": ("Int8",),
     "stretto.compress.none": ("NoCompression",),
+    "stretto.compress.one_bit": ("OneBit",),
+    "stretto.compress.one_bit_adam": ("OneBitAdam",),
+    "stretto.compress.power_sgd": ("PowerSGD",),
+    "stretto.compress.qsgd": ("QSGD",),
+    "stretto.compress.random_k": ("RandomK",),
+    "stretto.compress.sign": ("Sign",),
+    "stretto.compress.tern_grad": ("TernGrad",),
+    "stretto.compress.threshold": ("Threshold",),
+    "stretto.compress.top_k": ("TopK",),
+    "stretto.compress.warm_up": ("WarmUp",),
     "stretto.distributing": ("distribute", "join", "no_sync", "weight"),
     "stretto.errors": (
-        "BackwardFailed", "CheckpointError", "ConfigurationError", "FrameError", "JobError", "NonFiniteGradient", "PeerLost",
-        "RankMismatch", "RendezvousError", "SecretError", "StrettoError", "UnreachableError", "WireError", "WireTimeout",
-        "WorkerFailed",
+        "BackwardFailed", "CheckpointError", "ConfigurationError", "FrameError", "JobError", "MalformedPayload",
+        "NonFiniteGradient", "PeerLost", "RankMismatch", "RendezvousError", "SecretError", "StrettoError", "UnreachableError",
+        "WireError", "WireTimeout", "WorkerFailed",
     ),
     "stretto.job.in_process": ("launch",),
+    "stretto.optim.lamb": ("LAMB",),
+    "stretto.optim.lars": ("LARS",),
+    "stretto.optim.linear_warmup": ("LinearWarmUp",),
     "stretto.parsing": ("parse",),
     "stretto.sampler": ("Sampler",),
     "stretto.schedule.orders": ("AfterBackward", "Buckets", "WaitFree"),
     "stretto.shard.replicated": ("Replicated",),
     "stretto.strategy": ("Strategy",),
+    "stretto.sync_batch_norm": ("SyncBatchNorm",),
     "stretto.sync.synchronous": ("Synchronous",),
     "stretto.timeouts": ("Timeouts",),
 }  # fmt: skip

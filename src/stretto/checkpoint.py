@@ -408,7 +408,8 @@ def _apply_memory(entry: dict[str, Any], engine: Engine) -> _Found:
         return _Found(lost=[f"what compress={compress!r} remembers begins anew ({then})"])
     everybody = [worker["own"] for worker in entry["ranks"]]
     same = entry["world_size"] == engine.job.world_size
-    engine.load_memory(everybody[engine.job.rank] if same else memory.mean_of(everybody), saved["shared"], saved["rounds"])
+    own = everybody[engine.job.rank] if same else memory.mean_of(everybody, engine.job.world_size)
+    engine.load_memory(own, saved["shared"], saved["rounds"])
     how = "" if same else f", of {entry['world_size']} workers as their mean"
     return _Found(carried=[f"what compress={compress!r} remembers{how}"])
 

@@ -57,7 +57,7 @@ def _value(node: ast.expr, known: Mapping[str, Callable[..., Any]], text: str, d
         if isinstance(operand, (int, float)):
             return -operand
     if isinstance(node, ast.Name) and node.id in recipes.by_name():
-        return known[node.id]()  # a recipe may be given by its bare name
+        return _made(node.id, known, text)  # a recipe may be given by its bare name
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return _call(node, node.func.id, known, text, depth)
     raise _unreadable(text, f"{ast.unparse(node)!r} is not understood")
@@ -72,6 +72,10 @@ def _call(node: ast.Call, name: str, known: Mapping[str, Callable[..., Any]], te
         if keyword.arg is None:
             raise _unreadable(text, "** is not understood")
         keywords[keyword.arg] = _value(keyword.value, known, text, depth - 1)
+    return _made(name, known, text, *arguments, **keywords)
+
+
+def _made(name: str, known: Mapping[str, Callable[..., Any]], text: str, *arguments: Any, **keywords: Any) -> Any:
     try:
         return known[name](*arguments, **keywords)
     except StrettoError:

@@ -8,6 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stretto.aggregate.all_reduce import AllReduce
+from stretto.compress.codec import Compression
+from stretto.compress.demo import DeMo
+from stretto.compress.dgc import DGC
+from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.one_bit_adam import OneBitAdam
+from stretto.compress.power_sgd import PowerSGD
+from stretto.compress.qsgd import QSGD
+from stretto.compress.sign import Sign
+from stretto.compress.tern_grad import TernGrad
+from stretto.compress.warm_up import WarmUp
 from stretto.schedule.orders import AfterBackward, Buckets
 from stretto.strategy import Strategy
 
@@ -38,6 +48,68 @@ def horovod(*, fusion_bytes: int = 128 * 1024 * 1024) -> Strategy:
     return Strategy(aggregate=AllReduce("ring"), schedule=Buckets(bytes=fusion_bytes, first_bytes=fusion_bytes))
 
 
+def power_sgd(*, rank: int = 4, warm_up: int = 0) -> Strategy:
+    """PowerSGD: gradients as products of two thin matrices, what is left over later. Keep the optimizer's momentum.
+
+    Reference: Vogels et al., NeurIPS 2019. `warm_up`: uncompressed rounds first, as in their code.
+    """
+    return Strategy(compress=_after(warm_up, ErrorFeedback(PowerSGD(rank))))
+
+
+def dgc(*, fraction: float = 0.001, momentum: float = 0.9, clip: float | None = None) -> Strategy:
+    """Deep Gradient Compression: the largest 0.1 %, with momentum corrected for it. For torch.optim.SGD without momentum.
+
+    Reference: Lin et al., ICLR 2018. Warm-up by density as published: 25 %, 6.25 %, 1.6 %, 0.4 %, then `fraction`.
+    """
+    return Strategy(compress=DGC(fraction, momentum=momentum, clip=clip))
+
+
+def one_bit_adam(*, warm_up: int, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> Strategy:
+    """1-bit Adam: Adam for `warm_up` rounds, then its variance is frozen and only signs of momentum travel. For
+    torch.optim.SGD without momentum.
+
+    Reference: Tang et al., ICML 2021; they warm up for 15 to 25 % of training.
+    """
+    return Strategy(compress=OneBitAdam(warm_up, betas=betas, eps=eps))
+
+
+def qsgd(*, bits: int = 4, bucket: int = 512) -> Strategy:
+    """QSGD as published: unbiased, each bucket's values to few levels of its Euclidean norm.
+
+    Reference: Alistarh et al., NeurIPS 2017. Departs from it: fields of fixed width instead of Elias coding.
+    """
+    return Strategy(compress=QSGD(bits, bucket, norm="l2"))
+
+
+def terngrad(*, clip: float | None = 2.5) -> Strategy:
+    """TernGrad: -s, 0 or s for every value, unbiased but for clipping.
+
+    Reference: Wen et al., NeurIPS 2017. Departs from it: a scale per block, and means are encoded anew instead of shared scales.
+    """
+    return Strategy(compress=TernGrad(clip))
+
+
+def signsgd_vote() -> Strategy:
+    """signSGD with majority vote: one bit up, one bit down; every p.grad is +1 or -1.
+
+    Reference: Bernstein et al., ICML 2018.
+    """
+    return Strategy(compress=Sign(vote=True))
+
+
+def demo(*, k: int = 32, chunk: int = 64, decay: float = 0.999) -> Strategy:
+    """DeMo: momentum stays local, its strongest frequencies travel, and all step by the sign. For torch.optim.SGD without momentum.
+
+    Reference: Peng et al., arXiv:2411.19870.
+    """
+    return Strategy(compress=DeMo(k, chunk, decay))
+
+
+def _after(rounds: int, compression: Compression) -> Compression:
+    return WarmUp(rounds, compression) if rounds else compression
+
+
 def by_name() -> dict[str, Callable[..., Strategy]]:
     """Every recipe of this module."""
-    return {"ddp": ddp, "data_parallel": data_parallel, "horovod": horovod}
+    every = (ddp, data_parallel, horovod, power_sgd, dgc, one_bit_adam, qsgd, terngrad, signsgd_vote, demo)
+    return {recipe.__name__: recipe for recipe in every}

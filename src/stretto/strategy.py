@@ -2,7 +2,7 @@
 
     aggregate   whose values are combined, and by whom?      AllReduce(algorithm)
     sync        when?                                        Synchronous()
-    compress    how is it written on the wire?               NoCompression()
+    compress    how is it written on the wire?               NoCompression(), Float16(), Int8(), ErrorFeedback(Sign()), ...
     schedule    in which order, and over what?               AfterBackward(), WaitFree(), Buckets(bytes)
     shard       where does model state live?                 Replicated()
 
@@ -13,11 +13,31 @@ names above and nothing else: a command line, a log line and a plan all speak th
 from __future__ import annotations
 
 import hashlib
+import inspect
 from dataclasses import dataclass, field, fields
 
 from stretto.aggregate.all_reduce import AllReduce
+from stretto.compress.bfloat16 import BFloat16
+from stretto.compress.by_parameter import ByParameter
 from stretto.compress.codec import Compression
+from stretto.compress.demo import DeMo
+from stretto.compress.dgc import DGC
+from stretto.compress.dynamic8 import Dynamic8
+from stretto.compress.ef21 import EF21
+from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.float16 import Float16
+from stretto.compress.int8 import Int8
 from stretto.compress.none import NoCompression
+from stretto.compress.one_bit import OneBit
+from stretto.compress.one_bit_adam import OneBitAdam
+from stretto.compress.power_sgd import PowerSGD
+from stretto.compress.qsgd import QSGD
+from stretto.compress.random_k import RandomK
+from stretto.compress.sign import Sign
+from stretto.compress.tern_grad import TernGrad
+from stretto.compress.threshold import Threshold
+from stretto.compress.top_k import TopK
+from stretto.compress.warm_up import WarmUp
 from stretto.errors import ConfigurationError
 from stretto.schedule.orders import AfterBackward, Buckets, Schedule, WaitFree
 from stretto.shard.replicated import Replicated
@@ -26,7 +46,28 @@ from stretto.sync.synchronous import Synchronous
 ANSWERS: dict[str, tuple[type, ...]] = {
     "aggregate": (AllReduce,),
     "sync": (Synchronous,),
-    "compress": (NoCompression,),
+    "compress": (
+        NoCompression,
+        Float16,
+        BFloat16,
+        Int8,
+        Dynamic8,
+        QSGD,
+        TernGrad,
+        OneBit,
+        Sign,
+        TopK,
+        RandomK,
+        Threshold,
+        DGC,
+        PowerSGD,
+        DeMo,
+        OneBitAdam,
+        ErrorFeedback,
+        EF21,
+        ByParameter,
+        WarmUp,
+    ),
     "schedule": (AfterBackward, WaitFree, Buckets),
     "shard": (Replicated,),
 }
@@ -45,8 +86,20 @@ class Strategy:
     def __post_init__(self) -> None:
         for axis in fields(self):
             value = getattr(self, axis.name)
-            if not isinstance(value, ANSWERS[axis.name]):
+            kinds = (Compression,) if axis.name == "compress" else ANSWERS[axis.name]  # a user's own codec is one too
+            if not isinstance(value, kinds):
                 raise ConfigurationError(_wrong_answer(axis.name, value))
+        self._check_payloads()
+
+    def _check_payloads(self) -> None:
+        """Whether what the compression sends can be combined by the algorithm that was asked for."""
+        algorithm = self.aggregate.algorithm
+        reason = None if algorithm == "auto" else self.compress.refusal(algorithm)
+        if reason is not None:
+            raise ConfigurationError(
+                f"aggregate={self.aggregate!r} with compress={self.compress!r}: {reason}.\n"
+                f"Write aggregate=AllReduce(), which exchanges payloads in the way that suits them."
+            )
 
     @property
     def digest(self) -> str:
@@ -55,7 +108,7 @@ class Strategy:
 
 
 def _wrong_answer(axis: str, value: object) -> str:
-    choices = ", ".join(f"{kind.__name__}()" for kind in ANSWERS[axis])
+    choices = ", ".join(f"{kind.__name__}({'...' if _needs_arguments(kind) else ''})" for kind in ANSWERS[axis])
     hint = ""
     if isinstance(value, type) and value in ANSWERS[axis]:
         hint = f" Did you mean {value.__name__}(), with parentheses?"
@@ -63,3 +116,8 @@ def _wrong_answer(axis: str, value: object) -> str:
         if isinstance(value, kinds):
             hint = f" It answers another question: write {other}={value!r}."
     return f"Strategy({axis}={value!r}): not an answer to that question.{hint}\nWrite {axis}= one of {choices}."
+
+
+def _needs_arguments(kind: type) -> bool:
+    parameters = list(inspect.signature(kind).parameters.values())
+    return any(one.default is one.empty for one in parameters)

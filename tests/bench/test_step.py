@@ -63,6 +63,7 @@ def test_alone_it_is_compared_with_the_plain_loop(tmp_path: Path) -> None:
     assert "over a plain loop" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.root
 def test_it_runs_on_lab_hosts(tmp_path: Path) -> None:

@@ -27,10 +27,11 @@ from stretto.collectives.schedule import Action, Schedule, Task, compile_hops, c
 from stretto.errors import ConfigurationError, FrameError, MalformedPayload, RankMismatch
 from stretto.observe.trace import Tracer
 from stretto.session import Job
-from stretto.testing import run_jobs, run_virtual
+from stretto.testing import run_jobs, run_threads, run_virtual
 from stretto.wire.base import Wire
 from stretto.wire.frames import HEADER_BYTES
 from stretto.wire.network_model import Link, NetworkModel
+from wire.socket_world import Make, socket_world, tcp, zeromq
 
 UNIT = 8
 SEGMENT_BYTES = 30  # two units of 12 bytes, and some
@@ -442,6 +443,20 @@ def test_a_payload_lives_until_it_is_sent_and_no_longer() -> None:
 
     for eager in (True, False):
         assert run_ranks(3, program, eager=eager) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "make", [tcp(), tcp(shared_memory=False), tcp(shared_memory=False, write_in_thread=True), zeromq(shared_memory=False)],
+    ids=["shared memory", "tcp", "tcp by a thread", "zeromq"],
+)  # fmt: skip
+def test_sockets_and_shared_memory_hold_payloads_as_long_as_they_need_them(make: Make) -> None:
+    hop, length = Int8(256), 300_000  # two messages each way and phase
+
+    def program(wire: Wire) -> bytes:
+        return bits(reduce(Rank(wire), "ring", floats(wire.rank, length), hop, segment_bytes=80_000))
+
+    with socket_world(2, make) as wires:
+        assert run_threads(2, program, wires=wires) == [plain_ring(2, length, "sum", hop).tobytes()] * 2
 
 
 def test_spans_tell_of_encoded_bytes() -> None:

@@ -15,6 +15,7 @@ from stretto.compress.cosine import ChunkedCosine, cosine_matrix, largest_diviso
 from stretto.compress.demo import LARGEST_VALUE, MOMENTUM, DeMo, Frequencies, largest
 from stretto.compress.layout import Layout
 from stretto.compress.rounds import Gather, Steps
+from stretto.compress.state import State
 from stretto.errors import ConfigurationError, FrameError, MalformedPayload
 
 CPU = torch.device("cpu")
@@ -318,3 +319,17 @@ def test_repr_reads_back_and_it_brings_its_momentum() -> None:
     assert eval(repr(demo)) == demo
     assert demo.optimizer_hint is not None and "SGD" in demo.optimizer_hint
     assert demo.refusal("ring") is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_it_computes_the_same() -> None:
+    compression = DeMo(k=64, chunk=8, sign=False)  # everything is sent, so that rounding chooses nothing
+    here, there = (Workers(compression, SHAPES, 3) for _ in range(2))
+    there.states = [State(there.layout, torch.device("cuda")) for _ in range(3)]
+    for number in range(6):
+        grads = gradients(here, number)
+        expected = here.round(grads)[0]
+        first, *others = there.round([grad.cuda() for grad in grads])
+        assert all(torch.equal(first, other) for other in others)
+        torch.testing.assert_close(first.cpu(), expected, atol=1e-4, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Orthonormal vectors: orthonormal to rounding, zero where there is no direction, and the same bits by kernel and by reference."""
+"""Orthonormal vectors: orthonormal to rounding, zero where there is no direction, the same bits by kernel and by reference."""
 
 from __future__ import annotations
 

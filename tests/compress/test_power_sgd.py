@@ -8,22 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from compress.together import Workers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from compress.together import Workers
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
 from stretto.compress.power_sgd import Matrix, PowerSGD, first_q, multiply, multiply_reference
-from stretto.compress.rounds import Sum
+from stretto.compress.rounds import Sum, Turn
+from stretto.compress.state import State
 from stretto.errors import ConfigurationError
 
 Named = list[tuple[str, tuple[int, ...]]]
 
-SHAPES: Named = [("w", (12, 20)), ("conv", (6, 5, 3, 2)), ("empty", (0, 5)), ("row", (1, 9)), ("bias", (7,)), ("scalar", ()), ("v", (33, 4))]
+SHAPES: Named = [
+    ("w", (12, 20)),
+    ("conv", (6, 5, 3, 2)),
+    ("empty", (0, 5)),
+    ("row", (1, 9)),
+    ("bias", (7,)),
+    ("scalar", ()),
+    ("v", (33, 4)),
+]
 WORLDS = [1, 2, 3, 4, 7]
 
 
@@ -40,6 +49,14 @@ def assert_same_bits(tensors: Sequence[Tensor]) -> None:
     assert all(torch.equal(tensors[0], other) for other in tensors[1:])
 
 
+def assert_same(one: Tensor, other: Tensor) -> None:
+    """To the bit with our own kernels; what a BLAS adds up depends on where a matrix lies in memory."""
+    if has_numba():
+        assert torch.equal(one, other)
+    else:
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 def q_of(workers: Workers, name: str, rank: int = 0) -> Tensor:
     q = workers.states[rank].shared.get("q", name)
     assert q is not None
@@ -47,7 +64,7 @@ def q_of(workers: Workers, name: str, rank: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("size", WORLDS)
-def test_rank_one_gradients_come_out_as_their_mean(size: int) -> None:
+def test_gradients_of_low_rank_come_out_as_their_mean(size: int) -> None:
     """If the mean has rank r or less, one product finds all of it."""
     workers = Workers(PowerSGD(rank=4, min_rate=0), [("w", (30, 50))], size)
     generator = torch.Generator().manual_seed(3)
@@ -145,7 +162,12 @@ def test_any_scale(scale: float) -> None:
 def test_awkward_tensors(named: Named, kind: str) -> None:
     workers = Workers(ErrorFeedback(PowerSGD(rank=2, min_rate=0)), named, 2)
     n = workers.layout.num_elements
-    value = {"zero": torch.zeros(n), "one-hot": torch.zeros(n), "constant": torch.full((n,), 3.0), "denormal": torch.full((n,), 1e-42)}[kind]
+    value = {
+        "zero": torch.zeros(n),
+        "one-hot": torch.zeros(n),
+        "constant": torch.full((n,), 3.0),
+        "denormal": torch.full((n,), 1e-42),
+    }[kind]
     if kind == "one-hot" and n:
         value[n // 2] = 1.0
     for _ in range(3):
@@ -177,7 +199,7 @@ def test_what_is_remembered_survives_other_buckets_with_its_bits() -> None:
     gradients = normal(first, 9)
     together = first.round(gradients)[0]
     for one, part in zip(apart, (slice(1200, 2200), slice(0, 1200)), strict=True):
-        assert torch.equal(one.round([gradient[part] for gradient in gradients])[0], together[part])
+        assert_same(one.round([gradient[part] for gradient in gradients])[0], together[part])
 
 
 @settings(max_examples=20, deadline=None)
@@ -188,8 +210,8 @@ def test_q_does_not_depend_on_the_bucket(offset: int, a: int, b: int, seed: int)
     for number in range(2):
         gradients = normal(after, seed + number)
         whole = after.round(gradients)[0]
-        assert torch.equal(alone.round([gradient[offset:] for gradient in gradients])[0], whole[offset:])
-    assert torch.equal(q_of(alone, "w"), q_of(after, "w"))
+        assert_same(alone.round([gradient[offset:] for gradient in gradients])[0], whole[offset:])
+    assert_same(q_of(alone, "w"), q_of(after, "w"))
 
 
 def test_q_of_another_rank_is_drawn_anew() -> None:
@@ -214,7 +236,11 @@ def test_the_first_q_is_normal_and_follows_from_the_name() -> None:
 
 @pytest.mark.skipif(not has_numba(), reason="the kernel needs Numba")
 @settings(max_examples=25, deadline=None)
-@given(sides=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), max_size=4), rank=st.integers(1, 10), seed=st.integers(0, 100))
+@given(
+    sides=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), max_size=4),
+    rank=st.integers(1, 10),
+    seed=st.integers(0, 100),
+)
 def test_kernel_and_reference_give_the_same_bits(sides: list[tuple[int, int]], rank: int, seed: int) -> None:
     layout = Layout.of([(str(i), side) for i, side in enumerate(sides)])
     matrices = [Matrix(p.name, p.start, rank, *p.shape) for p in layout.places]
@@ -229,6 +255,29 @@ def test_kernel_and_reference_give_the_same_bits(sides: list[tuple[int, int]], r
         p = left[sum(rank * o.a for o in matrices if o.start < m.start) :][: rank * m.a].view(rank, m.a)
         q = right[sum(rank * o.b for o in matrices if o.start < m.start) :][: rank * m.b].view(rank, m.b)
         torch.testing.assert_close(m.of(by_kernel), p.t() @ q, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_it_does_what_it_does_on_a_cpu() -> None:
+    layout = Layout.of([("w", (30, 50)), ("empty", (0, 3)), ("conv", (16, 4, 3, 3)), ("zero", (20, 20))])
+    states = [State(layout, torch.device(device)) for device in ("cpu", "cuda")]
+    gradients = torch.randn(3, layout.num_elements, generator=torch.Generator().manual_seed(0))
+    gradients[:2, -400:] = 0.0
+    for gradient in gradients:
+        out = []
+        for state in states:
+            values = gradient.to(state.device)
+            steps = PowerSGD(rank=3, min_rate=0).exchange(values, Turn(layout, state))
+            asked = next(steps)
+            assert isinstance(asked, Sum)
+            asked = steps.send(asked.tensor)
+            assert isinstance(asked, Sum)
+            with pytest.raises(StopIteration):
+                steps.send(asked.tensor)
+            state.commit()
+            out.append(values.cpu())
+        torch.testing.assert_close(*out, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +302,9 @@ def test_which_tensors_are_compressed(shape: tuple[int, ...], compressed: bool) 
     assert around == (ErrorFeedback(PowerSGD(rank=4)) if compressed else NoCompression())
 
 
-@pytest.mark.parametrize(("size", "rank", "algorithm"), [(1, 0, "auto"), (2, 0, "auto"), (3, 1, "ring"), (4, 2, "halving_doubling")])
+@pytest.mark.parametrize(
+    ("size", "rank", "algorithm"), [(1, 0, "auto"), (2, 0, "auto"), (3, 1, "ring"), (4, 2, "halving_doubling")]
+)
 def test_bytes_are_those_of_the_two_sums(size: int, rank: int, algorithm: str) -> None:
     named: Named = [("w", (120, 20)), ("conv", (60, 5, 3, 2)), ("empty", (0, 5)), ("thin", (3, 96))]
     compression = PowerSGD(rank=4, min_rate=0)
@@ -286,7 +337,8 @@ def test_it_prints_as_it_is_written() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"rank": 0}, {"rank": -1}, {"rank": 2.0}, {"rank": True}, {"min_rate": -1.0}, {"min_rate": math.nan}, {"min_rate": "2"}]
+    "arguments",
+    [{"rank": 0}, {"rank": -1}, {"rank": 2.0}, {"rank": True}, {"min_rate": -1.0}, {"min_rate": math.nan}, {"min_rate": "2"}],
 )
 def test_bad_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="Write"):

@@ -18,7 +18,7 @@ from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.sparse_format import Form
+from stretto.compress.sparse_format import Chosen, Form
 from stretto.compress.top_k import TopK, largest, largest_reference
 from stretto.errors import ConfigurationError, MalformedPayload
 
@@ -66,8 +66,8 @@ def test_the_largest_are_chosen_and_of_equals_the_first(n: int, fraction: float)
     form = TopK(fraction).form(whole(n))
     for name, values in vectors(n).items():
         expected = chosen_by_sorting(values, form.num_chosen)
-        assert torch.equal(largest_reference(values, form), expected), name
-        assert torch.equal(largest(values, form), expected), name
+        assert torch.equal(largest_reference(values, form).places, expected), name
+        assert torch.equal(largest(values, form).places, expected), name
 
 
 @settings(max_examples=40, deadline=None)
@@ -76,8 +76,8 @@ def test_any_values_are_chosen_as_by_sorting(numbers: list[float], fraction: flo
     values = torch.tensor(numbers)
     form = TopK(fraction).form(whole(len(numbers)))
 
-    assert torch.equal(largest_reference(values, form), chosen_by_sorting(values, form.num_chosen))
-    assert torch.equal(largest(values, form), chosen_by_sorting(values, form.num_chosen))
+    assert torch.equal(largest_reference(values, form).places, chosen_by_sorting(values, form.num_chosen))
+    assert torch.equal(largest(values, form).places, chosen_by_sorting(values, form.num_chosen))
 
 
 @needs_numba
@@ -88,7 +88,7 @@ def test_a_sample_that_misleads_changes_nothing() -> None:
         values[torch.arange(20000) % 5 == remainder] += 100.0
         for fraction in (0.01, 0.1, 0.19, 0.21):
             form = TopK(fraction).form(whole(20000))
-            assert torch.equal(largest(values, form), chosen_by_sorting(values, form.num_chosen))
+            assert torch.equal(largest(values, form).places, chosen_by_sorting(values, form.num_chosen))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_payloads_have_the_promised_length_and_kernels_write_the_same(sizes: lis
         == codec.num_bytes(blocks)
         == sum(min(4 + 8 * k, -(-n // 8) + 4 * k) for n, k in zip(sizes, counts, strict=True))
     )
-    assert torch.equal(payload, sparse_format.write_reference(values, largest_reference(values, form), form))
+    assert torch.equal(payload, sparse_format.write_reference(largest_reference(values, form), form))
     fast, plain = sparse_format.read(payload, form), sparse_format.read_reference(payload, form)
     assert torch.equal(fast.places, plain.places) and torch.equal(fast.values, plain.values)
 
@@ -292,8 +292,24 @@ def test_no_blocks_make_no_bytes() -> None:
 
     assert len(payload) == TopK(0.1).num_bytes(blocks) == 0
     assert TopK(0.1).decode(payload, blocks, DRAW).shape == (0,)
-    assert sparse_format.write_reference(torch.zeros(0), torch.zeros(0, dtype=torch.int64), TopK(0.1).form(blocks)).shape == (0,)
+    assert sparse_format.write_reference(
+        Chosen(torch.zeros(0, dtype=torch.int64), torch.zeros(0)), TopK(0.1).form(blocks)
+    ).shape == (0,)
     assert sparse_format.read_reference(payload, TopK(0.1).form(blocks)).places.shape == (0,)
+
+
+def test_without_numba_everything_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, blocks, values = TopK(0.05), whole(700, 30, 1), gaussian(731)
+
+    def everything() -> list[Tensor]:
+        rest, total = values.clone(), torch.ones(731)
+        payload = codec.encode_residual(rest, blocks, DRAW)
+        codec.add_decoded(payload, blocks, DRAW, total)
+        return [codec.encode(values, blocks, DRAW), payload, rest, total, codec.decode(payload, blocks, DRAW)]
+
+    fast = everything()
+    monkeypatch.setattr(sparse_format, "has_numba", lambda: False)
+    assert all(torch.equal(a, b) for a, b in zip(fast, everything(), strict=True))
 
 
 def test_it_prints_as_it_is_written() -> None:

@@ -208,6 +208,7 @@ def test_a_reader_that_pauses_for_ever_does_not_make_the_launcher_unstoppable(st
 # Failure.
 
 
+@pytest.mark.alone
 def test_a_failing_worker_ends_all_and_its_traceback_comes_last(start: Start, tmp_path: Path) -> None:
     launcher = start(
         """
@@ -340,6 +341,7 @@ def test_a_worker_that_all_others_name_is_said_to_be_lost_and_not_its_victims(
 
 
 @pytest.mark.processes
+@pytest.mark.alone
 def test_a_stopped_worker_of_a_real_job_is_the_one_that_is_named(start: Start, tmp_path: Path) -> None:
     launcher = start(
         """
@@ -459,6 +461,7 @@ def test_ctrl_c_is_a_clean_stop(start: Start, tmp_path: Path) -> None:
     wait_until_dead(everybody)
 
 
+@pytest.mark.alone
 def test_a_second_ctrl_c_kills(start: Start, tmp_path: Path) -> None:
     launcher = start(
         """

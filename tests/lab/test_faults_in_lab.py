@@ -13,7 +13,7 @@ import pytest
 
 from stretto.lab import Lab
 
-pytestmark = [pytest.mark.root, pytest.mark.processes, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.root, pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(90)]
 
 Eventually = Callable[[Callable[[], bool], float], None]
 SILENCE_S = 2.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.root, pytest.mark.alone, pytest.mark.timeout(60)]
 
 STRETTO = [sys.executable, "-m", "stretto", "lab"]
 

@@ -17,7 +17,7 @@ import pytest
 from stretto.errors import ConfigurationError, JobError
 from stretto.lab import Lab, control, messages
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.root, pytest.mark.alone, pytest.mark.timeout(60)]
 
 Eventually = Callable[[Callable[[], bool], float], None]
 

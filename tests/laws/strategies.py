@@ -6,6 +6,27 @@ from stretto import recipes
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
+from stretto.compress.bfloat16 import BFloat16
+from stretto.compress.by_parameter import ByParameter
+from stretto.compress.codec import Compression
+from stretto.compress.demo import DeMo
+from stretto.compress.dgc import DGC
+from stretto.compress.dynamic8 import Dynamic8
+from stretto.compress.ef21 import EF21
+from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.float16 import Float16
+from stretto.compress.int8 import Int8
+from stretto.compress.none import NoCompression
+from stretto.compress.one_bit import OneBit
+from stretto.compress.one_bit_adam import OneBitAdam
+from stretto.compress.power_sgd import PowerSGD
+from stretto.compress.qsgd import QSGD
+from stretto.compress.random_k import RandomK
+from stretto.compress.sign import Sign
+from stretto.compress.tern_grad import TernGrad
+from stretto.compress.threshold import Threshold
+from stretto.compress.top_k import TopK
+from stretto.compress.warm_up import WarmUp
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
 from stretto.strategy import Strategy
 
@@ -24,6 +45,37 @@ STRATEGIES = [
     recipes.ddp(bucket_bytes=512),
     recipes.data_parallel(),
     recipes.horovod(fusion_bytes=4096),
+]
+# Lossy: laws 2 and 4 become others (`test_lossy.py`), the rest is asked of them too.
+COMPRESSIONS: list[Compression] = [
+    Float16(),
+    BFloat16(),
+    BFloat16(stochastic=True),
+    Int8(block=32),
+    Int8(block=32, stochastic=True),
+    Dynamic8(block=64),
+    QSGD(bits=4, bucket=64),
+    TernGrad(),
+    OneBit(),
+    Sign(block=64),
+    Sign(vote=True),
+    TopK(0.1),
+    RandomK(0.1, scaled=True),
+    Threshold(0.01),
+    DGC(0.05, warm_up=(0.5,), warm_up_rounds=2),
+    PowerSGD(2),
+    DeMo(k=4, chunk=8),
+    OneBitAdam(2, codec=Sign(block=64)),
+    ErrorFeedback(Int8(block=32)),
+    ErrorFeedback(OneBit()),
+    ErrorFeedback(Sign(block=64)),
+    ErrorFeedback(TopK(0.05)),
+    ErrorFeedback(RandomK(0.1)),
+    ErrorFeedback(PowerSGD(2)),
+    EF21(TopK(0.1)),
+    EF21(TopK(0.1), momentum=0.5, participation=0.5),
+    ByParameter(("*.bias", NoCompression()), ("0.*", Float16()), ("*", ErrorFeedback(Sign(block=64)))),
+    WarmUp(2, ErrorFeedback(TopK(0.05))),
 ]
 EVERY_ALGORITHM = [
     Strategy(aggregate=AllReduce(name), schedule=Buckets(bytes=512, first_bytes=64)) for name in catalogue.names(Kind.ALL_REDUCE)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_numba
+from stretto.compress.kernels.compiling import has_numba, has_triton
 from stretto.compress.layout import Blocks, Layout
 from stretto.errors import ConfigurationError, MalformedPayload
 
@@ -65,12 +65,16 @@ class BFloat16(Codec):
         return 2 * blocks.num_elements
 
     def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        if _has_gpu_kernel(values):
+            return self._encode_on_gpu(values, blocks, draw, residual=False)
         if not _has_kernel(values):
             return encode_in_torch(values, self._to_add(values, blocks, draw), self.limit_bits)
         return self._encode_by_kernel(values, blocks, draw, residual=False)
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
         halves = _halves(payload, blocks)
+        if _has_gpu_kernel(payload):
+            return self._decode_on_gpu(halves, torch.empty(len(halves), device=payload.device), adding=False)
         if not _has_kernel(payload):
             return decode_in_torch(halves)
         from stretto.compress.kernels import bfloat16_cpu as kernels
@@ -80,6 +84,8 @@ class BFloat16(Codec):
         return out
 
     def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        if _has_gpu_kernel(values):
+            return self._encode_on_gpu(values, blocks, draw, residual=True)
         if _has_kernel(values):
             return self._encode_by_kernel(values, blocks, draw, residual=True)
         payload = self.encode(values, blocks, draw)
@@ -88,6 +94,9 @@ class BFloat16(Codec):
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
         halves = _halves(payload, blocks)
+        if _has_gpu_kernel(payload):
+            self._decode_on_gpu(halves, total, adding=True)
+            return
         if not _has_kernel(payload):
             total.add_(decode_in_torch(halves))
             return
@@ -113,6 +122,19 @@ class BFloat16(Codec):
         else:
             (kernels.encode_residual if residual else kernels.encode)(bits, self.limit_bits, out)
         return halves.view(torch.uint8)
+
+    def _encode_on_gpu(self, values: Tensor, blocks: Blocks, draw: Draw, *, residual: bool) -> Tensor:
+        from stretto.compress.kernels import bfloat16_cuda
+
+        if self.stochastic:
+            return bfloat16_cuda.encode_stochastic(values, blocks, draw.own, self.limit_bits, residual)
+        return bfloat16_cuda.encode(values, self.limit_bits, residual)
+
+    def _decode_on_gpu(self, halves: Tensor, out: Tensor, *, adding: bool) -> Tensor:
+        from stretto.compress.kernels import bfloat16_cuda
+
+        _refuse_if(bfloat16_cuda.decode(halves, out, adding))
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +174,7 @@ def _refuse_if(not_finite: bool) -> None:
 
 def _has_kernel(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and has_numba()
+
+
+def _has_gpu_kernel(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and has_triton()

@@ -55,6 +55,10 @@ class ByParameter(Compression):
         return self.rules[0][1].optimizer_hint
 
     @property
+    def no_residual(self) -> str | None:  # type: ignore[override]
+        return "it chooses for each parameter: write ErrorFeedback around the codecs inside"
+
+    @property
     def flat_kinds(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset().union(*(compression.flat_kinds for _, compression in self.rules))
 

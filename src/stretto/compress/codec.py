@@ -24,11 +24,12 @@ codec says how its payloads may be combined, and the exchange follows from that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from stretto.collectives.hop import Hop
 from stretto.compress import exchange
 from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
@@ -42,6 +43,8 @@ class Compression(ABC):
     __slots__ = ()
     lossless: ClassVar[bool] = False
     optimizer_hint: ClassVar[str | None] = None  # of one that brings its own momentum: the optimizer to write instead
+    remembers: ClassVar[bool] = False  # what it has not said, by itself: then error feedback around it makes no sense
+    no_residual: ClassVar[str | None] = None  # why what it says and what it is given cannot be compared, if so
     flat_kinds: ClassVar[frozenset[str]] = frozenset()  # of its state: the kinds that are vectors as long as the bucket
 
     def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:
@@ -88,8 +91,12 @@ class Codec(Compression):
         assert length is not None, f"{type(self).__name__} says how long its payloads may be"
         return length
 
-    def hop(self) -> Any:
-        """A `collectives.hop.Hop` if a ring may carry it encoded, else None."""
+    def among(self, world_size: int) -> Codec:
+        """The codec of one payload of several that are to be added up: such that their sum cannot overflow."""
+        return self
+
+    def hop(self) -> Hop | None:
+        """How a ring may carry it encoded, if one may."""
         return None
 
     @abstractmethod

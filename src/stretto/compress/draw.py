@@ -57,8 +57,8 @@ class Draw:
         return cls(shared, mix(shared + (rank + 1) * GOLDEN))
 
     def again(self) -> Draw:
-        """Other numbers in the same round: for a second compression."""
-        return Draw(mix(self.shared + 1), mix(self.own + 1))
+        """Other numbers in the same round, for what is encoded a second time. They do not depend on who does it."""
+        return Draw(mix(self.shared + 1), mix(self.shared + 2))
 
     def uniform(self, blocks: Blocks, key: int, device: torch.device | None = None) -> Tensor:
         """For every element a number in [0, 1), float32. `key`: `self.own` or `self.shared`. The reference for all kernels."""

@@ -16,8 +16,8 @@ Memory:     16 bytes per parameter (e_i and e, each with its successor until the
 Options:    `momentum` = eta: v_i = (1 - eta) v_i + eta g_i is estimated in place of g_i, v_i = g_i in the first round; batches
             may then be small (EF21-SGDM).
             `participation` = p: a worker takes part in a round with probability p, else it says that nothing has changed, and its
-            e_i and v_i stay (EF21-PP). Saying so takes as many bytes as anything else (payloads whose length depends on the values
-            are padded to the longest), and the worker has computed its gradient: p < 1 is there to study, not to save time.
+            e_i and v_i stay (EF21-PP). Saying so takes as many bytes as anything else (payloads of varying length are padded to
+            the longest), and the worker has computed its gradient: p < 1 is there to study, not to save time.
             Heavy ball (EF21-HB) is `torch.optim.SGD(momentum=...)`.
 References: Richtarik, Sokolov, Fatkhullin, "EF21", NeurIPS 2021 (arXiv:2106.05203); Fatkhullin et al., "EF21 with Bells &
             Whistles", arXiv:2110.03294; Fatkhullin, Tyurin, Richtarik, "Momentum Provably Improves Error Feedback!", NeurIPS 2023
@@ -40,10 +40,10 @@ from stretto.compress.error_feedback import combines_blocks
 from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange
 from stretto.compress.layout import Layout
 from stretto.compress.rounds import Steps, Turn, parts
-from stretto.compress.state import Exported, State
+from stretto.compress.state import SERVER, Exported, State
 from stretto.errors import ConfigurationError
 
-ESTIMATE, VELOCITY, SERVER, MEAN = "estimate", "velocity", "server_residual", "mean_estimate"
+ESTIMATE, VELOCITY, MEAN = "estimate", "velocity", "mean_estimate"
 COIN = 0x45463231  # so that whether a worker takes part does not depend on what it draws for its values
 
 
@@ -54,6 +54,7 @@ class EF21(Compression):
     codec: Codec
     momentum: float | None = None
     participation: float = 1.0
+    remembers: ClassVar[bool] = True
     flat_kinds: ClassVar[frozenset[str]] = frozenset((ESTIMATE, VELOCITY, SERVER, MEAN))
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class EF21(Compression):
         return dataclasses.replace(self, codec=inner) if isinstance(inner, Codec) and not inner.lossless else inner
 
     def refusal(self, algorithm: str) -> str | None:
-        if self.codec.payload_dtype is None and algorithm in HOP_ALGORITHMS:
+        if self.codec.hop() is not None and algorithm in HOP_ALGORITHMS:
             return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
         return self.codec.refusal(algorithm)
 
@@ -127,6 +128,8 @@ def _no_contraction(codec: object) -> str | None:
             "Write it around a lossy codec: EF21(TopK(0.01)), EF21(Sign()); to choose by name, ByParameter(('*.bias', "
             "NoCompression()), ('*', EF21(Sign())))."
         )
+    if (reason := codec.no_residual) is not None:  # a vote
+        return f"{reason}.\nWrite {codec!r} alone, or EF21 around a contraction: EF21(TopK(0.01)), EF21(Sign())."
     if codec.unbiased:
         return (
             "it is right on average and may err by more than it is given, so estimates need not come closer.\n"

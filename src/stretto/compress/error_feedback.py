@@ -27,10 +27,10 @@ from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange, uses_t
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
 from stretto.compress.rounds import Steps, Turn, parts
-from stretto.compress.state import Exported, State
+from stretto.compress.state import SERVER, Exported, State
 from stretto.errors import ConfigurationError
 
-RESIDUAL, SERVER = "residual", "server_residual"
+RESIDUAL = "residual"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,13 @@ class ErrorFeedback(Compression):
     """`codec`: anything that is a contraction. One with a memory of its own (`DGC`, `DeMo`, `OneBitAdam`) needs no other."""
 
     codec: Compression
+    remembers: ClassVar[bool] = True
     flat_kinds: ClassVar[frozenset[str]] = frozenset((RESIDUAL, SERVER))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.codec, Compression) or self.codec.lossless or not (takes_residual(self.codec)):
+        if (reason := _why_not(self.codec)) is not None:
             raise ConfigurationError(
-                f"ErrorFeedback({self.codec!r}): there is no error to feed back, or it keeps a memory of its own.\n"
+                f"ErrorFeedback({self.codec!r}): {reason}.\n"
                 f"Write it around a lossy codec: ErrorFeedback(Sign()), ErrorFeedback(TopK(0.01)), ErrorFeedback(PowerSGD(4))."
             )
 
@@ -52,7 +53,7 @@ class ErrorFeedback(Compression):
         return inner if isinstance(inner, NoCompression) or inner.lossless else ErrorFeedback(inner)
 
     def refusal(self, algorithm: str) -> str | None:
-        if isinstance(self.codec, Codec) and self.codec.payload_dtype is None and algorithm in HOP_ALGORITHMS:
+        if isinstance(self.codec, Codec) and self.codec.hop() is not None and algorithm in HOP_ALGORITHMS:
             return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
         return self.codec.refusal(algorithm)
 
@@ -80,9 +81,15 @@ class ErrorFeedback(Compression):
         return self.codec.bytes_sent(layout, rank, world_size, algorithm)
 
 
-def takes_residual(codec: Compression) -> bool:
-    """Whether what it could not say is all that must be remembered. Those with momentum of their own remember it themselves."""
-    return codec.optimizer_hint is None and not isinstance(codec, ErrorFeedback)
+def _why_not(codec: object) -> str | None:
+    """Why there is nothing that this could do for it, or None."""
+    if not isinstance(codec, Compression):
+        return "that is not a compression"
+    if codec.lossless:
+        return "nothing is lost, so there is no error to feed back"
+    if codec.optimizer_hint is not None or codec.remembers:
+        return "it remembers what it has not said by itself"
+    return codec.no_residual
 
 
 def _around(codec: Compression, values: Tensor, residual: Tensor, turn: Turn) -> Steps:

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from stretto.collectives import catalogue
+from stretto.collectives.hop import Hop
 from stretto.collectives.plan import Kind
-from stretto.collectives.schedule import compile_plan
+from stretto.collectives.schedule import Action, compile_plan
 from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks
 from stretto.compress.rounds import Gather, Steps, Sum, SumInHops, Transpose, Turn, parts
@@ -69,6 +70,7 @@ def uses_two_phases(codec: Codec, world_size: int) -> bool:
 def _summed(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None) -> Steps:
     """Divided by P before, not after: a sum of P half-precision numbers may be too large for one."""
     blocks, size = turn.blocks_of(codec), turn.world_size
+    codec = codec.among(size)
     source = values if feedback is None else feedback.residual
     source.mul_(1.0 / size)
     payload = _encode(codec, source, blocks, turn.draw, feedback)
@@ -76,11 +78,13 @@ def _summed(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None)
         source.mul_(size)
     assert codec.payload_dtype is not None
     total = yield Sum(payload.view(codec.payload_dtype))
-    values.copy_(codec.decode(total.view(torch.uint8), blocks, turn.draw))
+    codec.add_decoded(total.view(torch.uint8), blocks, turn.draw, values.zero_())
 
 
 def _in_hops(codec: Codec, values: Tensor, turn: Turn) -> Steps:
-    values.copy_((yield SumInHops(values, codec.hop())))
+    hop = codec.hop()
+    assert hop is not None
+    values.copy_((yield SumInHops(values, hop)))
     values.mul_(1.0 / turn.world_size)
 
 
@@ -164,12 +168,19 @@ def bytes_sent(codec: Codec, blocks: Blocks, rank: int, world_size: int, algorit
     if codec.payload_dtype is not None:
         return bytes_of_sum(length // codec.payload_dtype.itemsize, codec.payload_dtype.itemsize, rank, world_size, algorithm)
     if algorithm in HOP_ALGORITHMS and (hop := codec.hop()) is not None:
-        units = -(-blocks.num_elements // hop.unit)
-        return bytes_of_sum(units, hop.num_bytes(hop.unit), rank, world_size, algorithm)
+        return _bytes_in_hops(hop, blocks.num_elements, rank, world_size, algorithm)
     if uses_two_phases(codec, world_size):
         longest = max(_length(codec, share.blocks) for share in parts(blocks, world_size))
         return 2 * (world_size - 1) * longest
     return (world_size - 1) * length
+
+
+def _bytes_in_hops(hop: Hop, num_elements: int, rank: int, world_size: int, algorithm: str) -> int:
+    """Every message is a whole number of units; the last unit may be shorter."""
+    num_units = -(-num_elements // hop.unit)
+    tasks = compile_plan(catalogue.plan(Kind.ALL_REDUCE, algorithm, rank, world_size), num_units, num_units or 1).tasks
+    sends = [task for task in tasks if task.action is Action.SEND]
+    return sum(hop.num_bytes(min(task.stop * hop.unit, num_elements) - task.start * hop.unit) for task in sends)
 
 
 def bytes_of_sum(num_elements: int, itemsize: int, rank: int, world_size: int, algorithm: str) -> int:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_numba
+from stretto.compress.kernels.compiling import has_numba, has_triton
 from stretto.compress.layout import Blocks, Layout
 from stretto.errors import ConfigurationError, MalformedPayload
 
@@ -81,12 +81,16 @@ class Int8(Codec):
         return 4 * len(blocks) + blocks.num_elements
 
     def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        if _has_gpu_kernel(values):
+            return self._encode_on_gpu(values, blocks, draw, residual=False)
         if _has_kernel(values):
             return self._encode_by_kernel(values, blocks, draw, residual=False)
         uniform = draw.uniform(blocks, draw.own, values.device) if self.stochastic else None
         return torch.cat([part.view(torch.uint8) for part in encode_in_torch(values, blocks, uniform)])
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        if _has_gpu_kernel(payload):
+            return self._decode_on_gpu(payload, blocks, torch.empty(blocks.num_elements, device=payload.device), adding=False)
         scales, codes = self._parts(payload, blocks)
         if not _has_kernel(payload):
             return decode_in_torch(scales, codes, blocks)
@@ -97,6 +101,8 @@ class Int8(Codec):
         return out
 
     def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        if _has_gpu_kernel(values):
+            return self._encode_on_gpu(values, blocks, draw, residual=True)
         if _has_kernel(values):
             return self._encode_by_kernel(values, blocks, draw, residual=True)
         payload = self.encode(values, blocks, draw)
@@ -104,6 +110,9 @@ class Int8(Codec):
         return payload
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
+        if _has_gpu_kernel(payload):
+            self._decode_on_gpu(payload, blocks, total, adding=True)
+            return
         scales, codes = self._parts(payload, blocks)
         if not _has_kernel(payload):
             total.add_(decode_in_torch(scales, codes, blocks))
@@ -112,10 +121,13 @@ class Int8(Codec):
 
         refuse(kernels.add_decoded(scales.numpy().view("u4"), codes.numpy(), blocks.bounds.numpy(), total.numpy()))
 
-    def _parts(self, payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """Scales (float32) and codes (bytes)."""
+    def _check_length(self, payload: Tensor, blocks: Blocks) -> None:
         if len(payload) != self.num_bytes(blocks):
             raise MalformedPayload(f"{len(payload)} bytes where {self.num_bytes(blocks)} must come")
+
+    def _parts(self, payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """Scales (float32) and codes (bytes)."""
+        self._check_length(payload, blocks)
         split = 4 * len(blocks)
         return payload[:split].clone().view(torch.float32), payload[split:]  # a copy: the payload may lie at an odd address
 
@@ -131,6 +143,18 @@ class Int8(Codec):
         else:
             (kernels.encode_residual if residual else kernels.encode)(bits, bounds, scales, codes)
         return payload
+
+    def _encode_on_gpu(self, values: Tensor, blocks: Blocks, draw: Draw, *, residual: bool) -> Tensor:
+        from stretto.compress.kernels import int8_cuda
+
+        return int8_cuda.encode(values, blocks, draw.own if self.stochastic else None, residual)
+
+    def _decode_on_gpu(self, payload: Tensor, blocks: Blocks, out: Tensor, *, adding: bool) -> Tensor:
+        from stretto.compress.kernels import int8_cuda
+
+        self._check_length(payload, blocks)
+        refuse(int8_cuda.decode(payload, blocks, out, adding))
+        return out
 
 
 def encode_in_torch(values: Tensor, blocks: Blocks, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -181,3 +205,7 @@ def refuse(problem: int) -> None:
 
 def _has_kernel(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and has_numba()
+
+
+def _has_gpu_kernel(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and has_triton()

@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from stretto.compress.codec import Codec, Compression
-from stretto.compress.error_feedback import RESIDUAL, SERVER, combines_blocks, restore_feedback
+from stretto.compress.error_feedback import RESIDUAL, combines_blocks, restore_feedback
 from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange
 from stretto.compress.layout import Layout
 from stretto.compress.rounds import Steps, Sum, Turn
 from stretto.compress.sign import Sign
-from stretto.compress.state import Exported, State
+from stretto.compress.state import SERVER, Exported, State
 from stretto.errors import ConfigurationError
 
 M, V = "m", "v"
@@ -67,14 +67,14 @@ class OneBitAdam(Compression):
             )
         if not _is_number(self.eps) or not self.eps > 0:
             raise ConfigurationError(f"OneBitAdam(eps={self.eps!r}): a finite number above 0 is needed. Write eps=1e-8.")
-        if not isinstance(self.codec, Codec) or self.codec.lossless:
+        if not isinstance(self.codec, Codec) or self.codec.lossless or self.codec.no_residual is not None:
             raise ConfigurationError(
                 f"OneBitAdam(codec={self.codec!r}): the momentum is sent by a lossy codec, whose error is fed back here.\n"
                 f"Write codec=Sign(), without ErrorFeedback; to compress nothing, take torch.optim.Adam and NoCompression()."
             )
 
     def refusal(self, algorithm: str) -> str | None:
-        if self.codec.payload_dtype is None and algorithm in HOP_ALGORITHMS:
+        if self.codec.hop() is not None and algorithm in HOP_ALGORITHMS:
             return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
         return self.codec.refusal(algorithm)
 

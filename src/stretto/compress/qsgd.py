@@ -8,8 +8,8 @@ Bits:       bits * n + 32 per bucket. Layout: all norms (float32), then fields o
             field is the sign (1 for x < 0), the others are the level; every bucket is padded to whole bytes with 0. A level of
             0 has sign 0: the field 1 is refused.
 Unbiased:   E[C(x)] = x, up to the rounding of float32. E|C(x) - x|^2 <= omega |x|^2 with omega = min(d / (4 s^2), sqrt(d) / s)
-            for either norm; a value is off by less than N / s. Of Gaussian values in buckets of 512, omega is 0.03 with "max"
-            and 2.4 with "l2" (4 bits): the largest value is smaller than the norm, so levels lie closer.
+            for either norm; a value is off by less than N / s. Of Gaussian values in buckets of 512, omega is 0.04 with "max"
+            and 1.6 with "l2" (4 bits): the largest value is smaller than the norm, so levels lie closer.
 With error feedback: it adds nothing on average; where omega < 1 ("max" from 3 bits) it does no harm either.
 Invariant:  a value of 0 stays 0, no sign changes, no level is above s; numbers are drawn by element and round (`draw.py`),
             whatever the buckets of parameters.
@@ -134,5 +134,15 @@ def decode(payload: Tensor, blocks: Blocks, bits: int) -> Tensor:
     fields = packing.unpack(packed, blocks, bits)
     if (fields == 1).any():
         packing.check(packing.BAD_FIELD)
-    sizes = (fields >> 1).float() / (2 ** (bits - 1) - 1)  # first a number up to 1: norm * level may be too large
-    return norms[blocks.numbers(payload.device)] * torch.where((fields & 1) == 1, -sizes, sizes)
+    return norms[blocks.numbers(payload.device)] * _parts_of_norm(bits).to(payload.device)[fields.long()]
+
+
+def _parts_of_norm(bits: int) -> Tensor:
+    """What each field stands for, in [-1, 1]: norm * level alone may be too large.
+
+    Computed on the CPU, whatever the device: CUDA divides by a number by multiplying with its inverse, which rounds otherwise,
+    and workers would no longer have the same bits.
+    """
+    fields = torch.arange(2**bits)
+    sizes = (fields >> 1).float() / (2 ** (bits - 1) - 1)
+    return torch.where((fields & 1) == 1, -sizes, sizes)

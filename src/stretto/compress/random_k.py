@@ -75,7 +75,10 @@ class RandomK(Codec):
         counts = self.counts(blocks)
         where = places(blocks, counts, draw, values.device)
         said = self._said(values, where, blocks, counts)
-        values[where] = values[where] - said
+        if self.scaled:
+            values[where] = values[where] - said
+        else:
+            sparse_format.erase(where, values)
         return said.view(torch.uint8)
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from stretto.collectives.hop import Hop
 from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.state import State
@@ -42,7 +43,7 @@ class Transpose:
 @dataclass(frozen=True, slots=True)
 class SumInHops:
     tensor: Tensor
-    hop: Any  # a collectives.hop.Hop
+    hop: Hop
 
 
 Collective = Sum | Gather | Transpose | SumInHops

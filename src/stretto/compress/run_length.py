@@ -45,16 +45,17 @@ def decode_sparse(payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     counts, values, runs = _fields(payload, len(blocks))
     filler = values.view(torch.int32) == 0
     _check_values(values, runs, filler)
-    if filler[counts.cumsum(0)[counts > 0] - 1].any():
-        raise MalformedPayload("a block ends in a filler")
     bounds, _ = blocks.on(payload.device)
-    number = torch.repeat_interleave(torch.arange(len(counts), device=payload.device), counts, output_size=len(values))
+    stops, index = counts.cumsum(0), torch.arange(len(values), device=payload.device)
+    number = torch.searchsorted(stops, index, right=True)
+    if (filler & (index + 1 == stops[number])).any():
+        raise MalformedPayload("a block ends in a filler")
     reach = torch.zeros_like(counts).index_add_(0, number, runs + 1)
     if (reach > bounds.diff()).any():
         raise MalformedPayload("a run of zeros reaches beyond the end of its block")
     start = bounds[:-1] - (reach.cumsum(0) - reach)
     positions = start[number] + (runs + 1).cumsum(0) - 1
-    return positions[~filler], values[~filler]
+    return (positions[~filler], values[~filler]) if filler.any() else (positions, values)
 
 
 def max_bytes(blocks: Blocks, most: list[int]) -> int:

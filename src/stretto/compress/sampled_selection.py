@@ -1,9 +1,9 @@
 """About the k largest of n values, by a threshold that is estimated from a sample.
 
 Sorting a million magnitudes to find a thousand costs more than sending them. So: look at every s-th value from a random start
-(1 % of them, but as many as have 8 above the threshold on average), take the threshold that the same share of the sample exceeds,
-and collect what reaches it. If that is less than 0.8 k, lower the threshold by a fifth and collect again, at most 10 times; if it
-is more than k, take the k largest of what was collected.
+(1 % of them, but 1024 or more, and as many as have 8 above the threshold on average), take the threshold that the same share of
+the sample exceeds, and collect what reaches it. If that is less than 0.8 k, lower the threshold by a fifth and collect again, at
+most 10 times; if it is more than k, take the k largest of what was collected.
 
 s is odd: an even one would meet the same columns of a matrix again and again.
 Few values (half of them or more would be sampled) are sorted.
@@ -22,19 +22,19 @@ from torch import Tensor
 from stretto.compress.draw import mix
 from stretto.compress.kernels.compiling import has_numba
 
-SAMPLED, LEAST_ABOVE = 0.01, 8
+SAMPLED, LEAST, LEAST_ABOVE = 0.01, 1024, 8
 ENOUGH, LOWER, TRIES = 0.8, 0.8, 10
 
 
 def select_largest(values: Tensor, k: int, key: int) -> Tensor:
     """Positions in `values` (float32, flat). `key`: a random number, for the start of the sample."""
-    wanted = max(SAMPLED * len(values), LEAST_ABOVE * len(values) / k)
+    wanted = max(SAMPLED * len(values), LEAST, LEAST_ABOVE * len(values) / k)
     if 2 * wanted >= len(values):
-        return _largest_of(values, values.nonzero().flatten(), k)
+        return _largest_of(values, at_least(values, values.new_zeros(1)), k)
     stride = int(len(values) / wanted) | 1
     sample = values[mix(key) % stride :: stride].abs()
     above = -(-len(sample) * k // len(values))
-    threshold = torch.topk(sample, above).values[-1]
+    threshold = torch.topk(sample, above).values[-1:]
     return _largest_of(values, _reaching(values, threshold, ENOUGH * k), k)
 
 

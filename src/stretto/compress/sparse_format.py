@@ -107,11 +107,9 @@ def checked_fraction(owner: str, fraction: Any) -> float:
     return float(fraction)
 
 
-def write(values: Tensor, places: Tensor, form: Form) -> Tensor:
-    """The payload for the elements of `values` at `places`: as many of each block as the form says, ascending."""
-    if kernels_run_on(values.device):
-        return _write_fast(values, places, form)
-    return write_reference(values, places, form)
+def write(chosen: Chosen, form: Form) -> Tensor:
+    """The payload for these elements: as many of each block as the form says."""
+    return _write_fast(chosen, form) if kernels_run_on(chosen.places.device) else write_reference(chosen, form)
 
 
 def read(payload: Tensor, form: Form) -> Chosen:
@@ -163,13 +161,14 @@ def bits_of(vector: Tensor) -> Any:
     return vector.numpy().view(np.uint32)
 
 
-def write_reference(values: Tensor, places: Tensor, form: Form) -> Tensor:
-    device = values.device
+def write_reference(chosen: Chosen, form: Form) -> Tensor:
+    places, values = chosen
+    device = places.device
     bounds, _ = form.blocks.on(device)
     bitmapped, numbers = form.bitmapped.to(device), _numbers(form, device)
     counts = form.counts[~form.bitmapped].to(device)
     indices = (places - bounds[numbers])[~bitmapped[numbers]]
-    sections = [counts.to(torch.int32), indices.to(torch.int32), values[places], _bitmaps(places, numbers, form, device)]
+    sections = [counts.to(torch.int32), indices.to(torch.int32), values, _bitmaps(places, numbers, form, device)]
     return torch.cat([section.view(torch.uint8) for section in sections])
 
 
@@ -238,10 +237,10 @@ def _kernels() -> ModuleType:
     return sparse_cpu
 
 
-def _write_fast(values: Tensor, places: Tensor, form: Form) -> Tensor:
+def _write_fast(chosen: Chosen, form: Form) -> Tensor:
     payload = torch.empty(form.num_bytes, dtype=torch.uint8)
     words, bitmaps = bits_of(words_of(payload)), payload[sum(form.sections[:3]) :]
-    _kernels().write(bits_of(values), places.numpy(), *_described(form), words, bitmaps.numpy())
+    _kernels().write(chosen.places.numpy(), bits_of(chosen.values), *_described(form), words, bitmaps.numpy())
     return payload
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stretto.compress.layout import Layout, Place
 
+SERVER = "server_residual"  # what a worker keeps of the means that it combines for all: also when it has no data of its own
 Exported = dict[str, dict[str, Tensor]]  # parameter -> kind -> value
 
 
@@ -106,6 +107,28 @@ class Section:
             vector[first - start : last - start] = value[first - place.start : last - place.start]
 
 
+class _OfAbsent(Section):
+    """A worker without data: zeros for what is its own, but for what it keeps as one that combines blocks."""
+
+    def __init__(self, present: Section) -> None:
+        super().__init__(present._layout, present._device)
+        self._present = present
+
+    def flat(self, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+        return self._present.flat(kind, start, stop) if kind == SERVER else super().flat(kind, start, stop)
+
+    def next_flat(self, kind: str) -> Tensor:
+        return self._present.next_flat(kind) if kind == SERVER else super().next_flat(kind)
+
+    def commit(self) -> None:
+        super().commit()
+        self._present.commit()
+
+    def discard(self) -> None:
+        super().discard()
+        self._present.discard()
+
+
 class State:
     """Both sections of one bucket's memory, and how many rounds it has seen."""
 
@@ -119,7 +142,7 @@ class State:
     def of_absent(self) -> State:
         """For a worker without data: it has nothing of its own to give, keeps what it has, and follows what is shared."""
         other = State(self.layout, self.device)
-        other.shared, other.rounds = self.shared, self.rounds
+        other.own, other.shared, other.rounds = _OfAbsent(self.own), self.shared, self.rounds
         return other
 
     def commit(self) -> None:

@@ -5,8 +5,8 @@
 Bits:       2 n + 32 per block of `block` values. Layout: all s (float32), then 2-bit codes, LSB first: 00 is 0, 01 is +s, 10 is
             -s, 11 is refused; every block is padded to whole bytes with 0 (up to 6 bits).
 Unbiased without clipping (`clip=None`): E[C(x)] = x, and E|C(x) - x|^2 = s |x|_1 - |x|^2 <= omega |x|^2 with omega = (sqrt(n) -
-            1) / 2 for blocks of n values (3.6 standard deviations: 1.9 for 4096 Gaussian values). Clipping (the default) makes
-            s smaller and with it the variance (1.0), for a bias on the few values beyond.
+            1) / 2 for blocks of n values (2.0 for 4096 Gaussian values). Clipping (the default) makes s smaller and with it the
+            variance (1.0), for a bias on the few values beyond.
 With error feedback: it is no contraction (omega >= 1 as a rule), so residuals grow; meant to be used without.
 Invariant:  a value of 0 stays 0, no sign changes; numbers are drawn by element and round (`draw.py`), whatever the buckets.
 Reference: Wen et al., "TernGrad", NeurIPS 2017. Departs from it: a scale per block, where it has one per layer: s and the

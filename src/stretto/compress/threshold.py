@@ -48,13 +48,12 @@ class Threshold(Codec):
         return 4 * len(blocks) + 8 * blocks.num_elements
 
     def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        return sparse_format.write(values, *at_least(values, _bits(self.value), blocks))
+        return sparse_format.write(*at_least(values, _bits(self.value), blocks))
 
     def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        places, form = at_least(values, _bits(self.value), blocks)
-        payload = sparse_format.write(values, places, form)
-        sparse_format.erase(places, values)
-        return payload
+        chosen, form = at_least(values, _bits(self.value), blocks)
+        sparse_format.erase(chosen.places, values)
+        return sparse_format.write(chosen, form)
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
         return sparse_format.spread(self._read(payload, blocks), blocks.num_elements)
@@ -69,8 +68,8 @@ class Threshold(Codec):
         return chosen
 
 
-def at_least(values: Tensor, floor: int, blocks: Blocks) -> tuple[Tensor, Form]:
-    """The places of all elements whose magnitude has at least these bits, ascending, and how they are written."""
+def at_least(values: Tensor, floor: int, blocks: Blocks) -> tuple[Chosen, Form]:
+    """All elements whose magnitude has at least these bits, and how they are written."""
     if not sparse_format.kernels_run_on(values.device):
         return at_least_reference(values, floor, blocks)
     import numpy as np
@@ -80,15 +79,16 @@ def at_least(values: Tensor, floor: int, blocks: Blocks) -> tuple[Tensor, Form]:
     bits, least = sparse_format.bits_of(values), np.uint32(floor)
     counts = torch.empty(len(blocks), dtype=torch.int64)
     top_k_cpu.count_at_least(bits, blocks.bounds.numpy(), least, counts.numpy())
-    places = torch.empty(int(counts.sum()) + top_k_cpu.GROUP, dtype=torch.int64)
-    count = top_k_cpu.list_at_least(bits, least, places.numpy())
-    return places[:count], Form.listed(blocks, counts)
+    room = int(counts.sum()) + top_k_cpu.GROUP
+    places, found = torch.empty(room, dtype=torch.int64), torch.empty(room)
+    count = top_k_cpu.list_at_least(bits, least, places.numpy(), sparse_format.bits_of(found))
+    return Chosen(places[:count], found[:count]), Form.listed(blocks, counts)
 
 
-def at_least_reference(values: Tensor, floor: int, blocks: Blocks) -> tuple[Tensor, Form]:
+def at_least_reference(values: Tensor, floor: int, blocks: Blocks) -> tuple[Chosen, Form]:
     places = (values.view(torch.int32) & MAGNITUDE >= floor).nonzero().flatten()
     bounds, _ = blocks.on(values.device)
-    return places, Form.listed(blocks, torch.searchsorted(places, bounds).diff().cpu())
+    return Chosen(places, values[places]), Form.listed(blocks, torch.searchsorted(places, bounds).diff().cpu())
 
 
 def _announced(payload: Tensor, blocks: Blocks) -> Form:
@@ -107,10 +107,9 @@ def _bits(value: float) -> int:
 
 def _checked(value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    rounded = float(torch.tensor(float(value), dtype=torch.float32)) if number else 0.0
-    if not 0 < rounded < float("inf"):
+    if not number or not 0 < value <= torch.finfo(torch.float32).max or _bits(value) == 0:
         raise ConfigurationError(
-            f"Threshold({value!r}): the least magnitude that is sent is a float32 above 0 and below infinity; with 0 everything "
+            f"Threshold({value!r}): the least magnitude that is sent is above 0 and finite, as float32 has it; with 0 everything "
             f"would be sent, with its index.\nWrite Threshold(1e-3), or NoCompression() to send everything."
         )
     return float(value)

@@ -12,7 +12,7 @@ Invariant:  what is sent is exact: encoding what was decoded sends the same valu
 Exchange:   every worker's choice differs, so payloads do not add up; they are gathered, (P-1) times their length.
 References: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; Stich et al., "Sparsified SGD
             with Memory", NeurIPS 2018. Departs from them: the k-th magnitude is exact, where many estimate it from a sample. On a
-            CPU the sample only narrows the search (`kernels/top_k_cpu.py`), which costs no more than copying the values.
+            CPU the sample only narrows the search, which takes about one pass over memory all the same (`kernels/top_k_cpu.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from torch import Tensor
 from stretto.compress import sparse_format
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
+from stretto.compress.kernels.compiling import has_triton
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.sparse_format import Form
+from stretto.compress.sparse_format import Chosen, Form
 
 MAGNITUDE = 0x7FFFFFFF  # all but the sign of a float32's bits; as integers they order like the magnitudes
 
@@ -50,35 +51,54 @@ class TopK(Codec):
         return self.form(blocks).num_bytes
 
     def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        if _has_gpu_kernel(values):
+            from stretto.compress.kernels import top_k_cuda
+
+            return top_k_cuda.encode(values, blocks, self.fraction, draw.shared, residual=False)
         form = self.form(blocks)
-        return sparse_format.write(values, largest(values, form), form)
+        return sparse_format.write(largest(values, form), form)
 
     def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        if _has_gpu_kernel(values):
+            from stretto.compress.kernels import top_k_cuda
+
+            return top_k_cuda.encode(values, blocks, self.fraction, draw.shared, residual=True)
         form = self.form(blocks)
-        places = largest(values, form)
-        payload = sparse_format.write(values, places, form)
-        sparse_format.erase(places, values)
-        return payload
+        chosen = largest(values, form)
+        sparse_format.erase(chosen.places, values)
+        return sparse_format.write(chosen, form)
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        if _has_gpu_kernel(payload):
+            return self._add_on_gpu(payload, blocks, torch.zeros(blocks.num_elements, device=payload.device))
         return sparse_format.spread(sparse_format.read(payload, self.form(blocks)), blocks.num_elements)
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
+        if _has_gpu_kernel(payload):
+            self._add_on_gpu(payload, blocks, total)
+            return
         sparse_format.add(sparse_format.read(payload, self.form(blocks)), total)
 
+    def _add_on_gpu(self, payload: Tensor, blocks: Blocks, total: Tensor) -> Tensor:
+        from stretto.compress.kernels import top_k_cuda
 
-def largest(values: Tensor, form: Form) -> Tensor:
-    """The places of the `form.counts[b]` elements of largest magnitude of each block, ascending; of equals the first."""
+        top_k_cuda.add_decoded(payload, blocks, self.fraction, total)
+        return total
+
+
+def largest(values: Tensor, form: Form) -> Chosen:
+    """The `form.counts[b]` elements of largest magnitude of each block; of equals the first."""
     if not sparse_format.kernels_run_on(values.device):
         return largest_reference(values, form)
     from stretto.compress.kernels import top_k_cpu
 
-    places = torch.empty(form.num_chosen, dtype=torch.int64)
-    top_k_cpu.choose_largest(sparse_format.bits_of(values), form.blocks.bounds.numpy(), form.counts.numpy(), places.numpy())
-    return places
+    chosen = Chosen(torch.empty(form.num_chosen, dtype=torch.int64), torch.empty(form.num_chosen))
+    places, words = chosen.places.numpy(), sparse_format.bits_of(chosen.values)
+    top_k_cpu.choose_largest(sparse_format.bits_of(values), form.blocks.bounds.numpy(), form.counts.numpy(), places, words)
+    return chosen
 
 
-def largest_reference(values: Tensor, form: Form) -> Tensor:
+def largest_reference(values: Tensor, form: Form) -> Chosen:
     """Block by block: the k-th magnitude, all above it, and as many of its equals as are missing, in order of index."""
     magnitudes = values.view(torch.int32) & MAGNITUDE
     chosen = torch.zeros_like(magnitudes, dtype=torch.bool)
@@ -88,4 +108,9 @@ def largest_reference(values: Tensor, form: Form) -> Tensor:
         edge = here.topk(k, sorted=False).values.min()
         above, on_it = here > edge, here == edge
         chosen[start:stop] = above | (on_it & (on_it.cumsum(0) <= k - above.sum()))
-    return chosen.nonzero().flatten()
+    places = chosen.nonzero().flatten()
+    return Chosen(places, values[places])
+
+
+def _has_gpu_kernel(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and has_triton()

@@ -57,6 +57,14 @@ class WarmUp(Compression):
         return self.codec.optimizer_hint
 
     @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        return self.codec.remembers or self.before.remembers
+
+    @property
+    def no_residual(self) -> str | None:  # type: ignore[override]
+        return "a warm-up changes what is sent: write WarmUp(rounds, ErrorFeedback(...))"
+
+    @property
     def flat_kinds(self) -> frozenset[str]:  # type: ignore[override]
         return self.codec.flat_kinds | self.before.flat_kinds
 

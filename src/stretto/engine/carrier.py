@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from stretto.collectives.hop import Hop
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Pending
 from stretto.collectives.staging import Staging
@@ -69,13 +70,11 @@ class Carrier:
         return (yield from self._run(Kind.ALL_GATHER, table, "ring" if table.nbytes >= LARGE_BYTES else "direct", name, label))
 
     def _run(
-        self, kind: Kind, tensor: Tensor, algorithm: str, name: tuple[int, int], label: str, hop: object | None = None
+        self, kind: Kind, tensor: Tensor, algorithm: str, name: tuple[int, int], label: str, hop: Hop | None = None
     ) -> Carried:
         if self._job.world_size > 1:
             flat, ready, bring_back = self._staging.lend(tensor.view(-1))
-            yield self._job.start(
-                kind, flat, algorithm, name=name, ready=ready, label=label, **({} if hop is None else {"hop": hop})
-            )
+            yield self._job.start(kind, flat, algorithm, name=name, ready=ready, label=label, hop=hop)
             if bring_back is not None:
                 bring_back()
         return tensor

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.compress.error_feedback import SERVER
-from stretto.compress.state import Exported
+from stretto.compress.state import SERVER, Exported
 from stretto.engine.bucket import Bucket
 
 ENTRY = "stretto"
@@ -56,12 +55,13 @@ def check(saved: Mapping[str, Mapping[str, Any]], buckets: Sequence[Bucket]) -> 
     return None
 
 
-def mean_of(everybody: Sequence[Exported]) -> Exported:
-    """For another number of workers: what each then has of its own. (The server's residual lay in parts: they are put together.)"""
+def mean_of(everybody: Sequence[Exported], world_size: int) -> Exported:
+    """For another number of workers: what each then has of its own. The server's residual lay in parts; every worker gets an equal
+    share of all of them, and takes what is not of its blocks as its own."""
     out: Exported = {}
     for name in dict.fromkeys(name for own in everybody for name in own):
         for kind in dict.fromkeys(kind for own in everybody for kind in own.get(name, {})):
             values = [own[name][kind] for own in everybody if kind in own.get(name, {})]
             total = torch.stack([value.float() for value in values]).sum(0)
-            out.setdefault(name, {})[kind] = total if kind == SERVER else total / len(everybody)
+            out.setdefault(name, {})[kind] = total / (world_size if kind == SERVER else len(everybody))
     return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,10 +27,10 @@ def has_triton() -> bool:
 
 def compiled(function: F) -> F:
     """Compile a CPU kernel; it runs without the GIL, in the calling thread alone. Division by zero gives inf, as in torch."""
-    import numba
+    from numba import njit  # a second to import: only where a kernel is wanted
 
-    options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     try:
-        return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
+        return cast(F, njit(cache=True, **options)(function))
     except RuntimeError:  # nowhere to keep it: compile anew in every process
-        return numba.njit(**options)(function)  # type: ignore[no-any-return]
+        return cast(F, njit(**options)(function))

@@ -26,14 +26,14 @@ def accumulate(g: Array, u: Array, v: Array, momentum: Array, next_u: Array, nex
 def accumulate_nesterov(g: Array, u: Array, v: Array, momentum: Array, next_u: Array, next_v: Array) -> None:
     mu = momentum[0]
     for i in range(len(g)):
-        x = min(max(mu * (u[i] + g[i]), -LARGEST), LARGEST)
+        x = mu * min(max(u[i] + g[i], -LARGEST), LARGEST)
         next_u[i] = x
         next_v[i] = min(max((v[i] + x) + g[i], -LARGEST), LARGEST)
 
 
 @compiled
 def count_at_least(values: Array, threshold: Array) -> int:
-    least = threshold.item()
+    least = threshold[0]
     count = 0
     for i in range(len(values)):
         x = abs(values[i])
@@ -43,10 +43,19 @@ def count_at_least(values: Array, threshold: Array) -> int:
 
 @compiled
 def find_at_least(values: Array, threshold: Array, found: Array) -> None:
-    """Writes one place too far, so that it need not branch: `found` is longer by one."""
-    least = threshold.item()
+    """Counts 64 at a time, which is fast, and looks closer where there are any.
+
+    There it writes one place too far, so that it need not branch: `found` is longer by one.
+    """
+    least = threshold[0]
     count = 0
-    for i in range(len(values)):
-        x = abs(values[i])
-        found[count] = i
-        count += (x >= least) & (x > 0)
+    for start in range(0, len(values), 64):
+        part = values[start : start + 64]
+        here = 0
+        for i in range(len(part)):
+            here += abs(part[i]) >= least
+        if here > 0:
+            for i in range(len(part)):
+                x = abs(part[i])
+                found[count] = start + i
+                count += (x >= least) & (x > 0)

@@ -19,7 +19,7 @@ ROUNDS = 4
 
 
 @compiled
-def write(bits: Array, places: Array, bounds: Array, counts: Array, bitmapped: Array, words: Array, bitmaps: Array) -> None:
+def write(places: Array, values: Array, bounds: Array, counts: Array, bitmapped: Array, words: Array, bitmaps: Array) -> None:
     """Fill the sections counts, indices and values in `words`, and `bitmaps`."""
     index, value = _sections(counts, bitmapped)
     listed, place, byte = 0, 0, 0
@@ -39,7 +39,7 @@ def write(bits: Array, places: Array, bounds: Array, counts: Array, bitmapped: A
             index += counts[b]
         place = stop
     for i in range(place):
-        words[value + i] = bits[places[i]]
+        words[value + i] = values[i]
 
 
 @compiled
@@ -136,24 +136,35 @@ def draw(bounds: Array, counts: Array, rows: Array, columns: Array, bases: Array
         for r in range(ROUNDS + 1):
             keys[r] = _mix(np.uint32(bases[b] + np.uint32(STEP * np.uint32(r + 1))))
         offset = np.int64((np.uint64(keys[ROUNDS] >> np.uint32(1)) * np.uint64(length)) >> np.uint64(31))
-        for j in range(counts[b]):
-            places[place + j] = _permuted(j, rows[b], columns[b], keys)
-        for j in range(place, place + counts[b]):
-            at = places[j]
+        here = places[place : place + counts[b]]
+        for first in range(0, len(here), columns[b]):
+            _permute_row(first // columns[b], rows[b], columns[b], keys, here[first : first + columns[b]])
+        for j in range(len(here)):
+            at = here[j]
             while at >= length:
-                at = _permuted(at, rows[b], columns[b], keys)
+                at = _permuted(at // columns[b], at % columns[b], rows[b], columns[b], keys[0], keys[1], keys[2], keys[3])
             at += offset
-            places[j] = at - (length if at >= length else 0) + bounds[b]
+            here[j] = at - (length if at >= length else 0) + bounds[b]
         place += counts[b]
 
 
 @compiled
-def _permuted(at: int, rows: int, columns: int, keys: Array) -> int:
-    row = np.uint32(at // columns)
-    column = np.uint32(at - row * columns)
-    for r in range(0, ROUNDS, 2):
-        row = _moved(row, column, rows, keys[r])
-        column = _moved(column, row, columns, keys[r + 1])
+def _permute_row(row: int, rows: int, columns: int, keys: Array, places: Array) -> None:
+    """Of the elements that begin in one row of the grid: no division, and nothing that keeps it from being vectorised."""
+    a, b, c, d = keys[0], keys[1], keys[2], keys[3]
+    for column in range(len(places)):
+        places[column] = _permuted(row, column, rows, columns, a, b, c, d)
+
+
+@compiled
+def _permuted(
+    at_row: int, at_column: int, rows: int, columns: int, a: np.uint32, b: np.uint32, c: np.uint32, d: np.uint32
+) -> int:
+    row, column = np.uint32(at_row), np.uint32(at_column)
+    row = _moved(row, column, rows, a)
+    column = _moved(column, row, columns, b)
+    row = _moved(row, column, rows, c)
+    column = _moved(column, row, columns, d)
     return np.int64(row) * columns + np.int64(column)  # type: ignore[return-value]
 
 

@@ -60,7 +60,8 @@ def _draw(piece: Floats, state: np.uint32, scale: np.float32, fields: Bytes) -> 
     divisor = scale if scale > 0 else np.float32(1)  # a scale of 0: min(|x|, 0) is never drawn
     for i in range(len(piece)):
         drawn = uniform(state) < min(abs(piece[i]), scale) / divisor
-        fields[i] = np.uint8(drawn) << np.uint8(piece[i] < 0)
+        code = np.int32(2) if piece[i] < 0 else np.int32(1)
+        fields[i] = np.uint8(code if drawn else np.int32(0))
         state = np.uint32(state + GOLDEN_STEP)
 
 

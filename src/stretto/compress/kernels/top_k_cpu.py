@@ -1,7 +1,8 @@
 """Choosing elements by magnitude on a CPU: the k largest of each block, or all that reach a threshold.
 
 Without their sign bit, the bits of a float32 order like integers, so everything here counts and compares unsigned integers: no
-rounding, nothing special about denormals or zeros.
+rounding, nothing special about denormals or zeros. Loops run from zero over slices: elsewhere Numba checks every index for being
+negative, and nothing is vectorised.
 
 The k largest, ties to the lower index, exactly, in about one pass over memory:
 
@@ -31,13 +32,13 @@ SAMPLE = 16384
 
 
 @compiled
-def choose_largest(bits: Array, bounds: Array, counts: Array, chosen: Array) -> None:
-    """Write to `chosen` (int64, counts.sum()) the places of the `counts[b]` largest of each block, ascending."""
+def choose_largest(bits: Array, bounds: Array, counts: Array, chosen: Array, words: Array) -> None:
+    """Write to `chosen` (int64) the places of the `counts[b]` largest of each block, ascending, and to `words` their bits."""
     put = 0
     for b in range(len(counts)):
         start, k = bounds[b], counts[b]
         places = chosen[put : put + k]
-        _choose(bits[start : bounds[b + 1]], k, places)
+        _choose(bits[start : bounds[b + 1]], k, places, words[put : put + k])
         places += start
         put += k
 
@@ -46,59 +47,68 @@ def choose_largest(bits: Array, bounds: Array, counts: Array, chosen: Array) -> 
 def count_at_least(bits: Array, bounds: Array, floor: np.uint32, counts: Array) -> None:
     """For each block how many magnitudes reach `floor` (a magnitude's bits)."""
     for b in range(len(counts)):
+        part = bits[bounds[b] : bounds[b + 1]]
         count = np.uint32(0)
-        for i in range(bounds[b], bounds[b + 1]):
-            count += np.uint32(bits[i] & MAGNITUDE) >= floor
+        for i in range(len(part)):
+            count += np.uint32(np.uint32(part[i] & MAGNITUDE) >= floor)
         counts[b] = count
 
 
 @compiled
-def list_at_least(bits: Array, floor: np.uint32, found: Array) -> int:
-    """Write to `found` the places of all magnitudes that reach `floor`, ascending; how many, or -1 if they might not fit.
+def list_at_least(bits: Array, floor: np.uint32, found: Array, words: Array) -> int:
+    """Write to `found` the places of all magnitudes that reach `floor`, ascending, and to `words` their bits, while they are in
+    the cache; how many, or -1 if they might not fit.
 
-    `found` must have room for GROUP more than there are: places are written first and counted after, which costs no branch.
+    There must be room for GROUP more than there are: places are written first and counted after, which costs no branch.
     """
     flags = np.empty(TILE, np.uint8)
-    words = flags.view(np.uint64)
-    hits = np.empty(TILE // GROUP, np.int64)
+    octets = flags.view(np.uint64)
+    hits = np.empty(TILE // GROUP, np.uint32)
     count, tiles = 0, len(bits) // TILE * TILE
     for first in range(0, tiles, TILE):
+        tile = bits[first : first + TILE]
         for j in range(TILE):
-            flags[j] = np.uint32(bits[first + j] & MAGNITUDE) >= floor
+            flags[j] = np.uint32(tile[j] & MAGNITUDE) >= floor
         num_hits = 0
         for w in range(TILE // GROUP):
             hits[num_hits] = w * GROUP
-            num_hits += words[w] != 0
+            num_hits += octets[w] != 0
         if count + GROUP * num_hits > len(found) and count + np.int64(np.sum(flags)) + GROUP > len(found):
             return -1
         for h in range(num_hits):
-            for j in range(hits[h], hits[h] + GROUP):
-                found[count] = first + j
-                count += flags[j]
+            for j in range(GROUP):
+                at = hits[h] + np.uint32(j)
+                found[count] = first + at
+                words[count] = tile[at]
+                count += flags[at]
     for i in range(tiles, len(bits)):
         if np.uint32(bits[i] & MAGNITUDE) >= floor:
             if count == len(found):
                 return -1
             found[count] = i
+            words[count] = bits[i]
             count += 1
     return count
 
 
 @compiled
-def _choose(bits: Array, k: int, chosen: Array) -> None:
+def _choose(bits: Array, k: int, chosen: Array, words: Array) -> None:
     n = len(bits)
     if n > TILE and k < n // 4:
         floor, room = _guess(bits, k)
-        found = np.empty(room, np.int64)
-        count = list_at_least(bits, floor, found)
+        found, candidates = np.empty(room, np.int64), np.empty(room, np.uint32)
+        count = list_at_least(bits, floor, found, candidates)
         if count >= k:
-            _choose_among(bits, found[:count], k, chosen)
+            edge, spare = _kth_largest(candidates[:count], k)
+            _take(candidates[:count], edge, spare, chosen, words)
+            for i in range(k):
+                chosen[i] = found[chosen[i]]
             return
         if count >= 0 and floor == 1:  # all that are not zero are fewer than k
-            _take(bits, np.uint32(0), k - count, chosen)
+            _take(bits, np.uint32(0), k - count, chosen, words)
             return
     edge, spare = _kth_largest(bits, k)
-    _take(bits, edge, spare, chosen)
+    _take(bits, edge, spare, chosen, words)
 
 
 @compiled
@@ -118,18 +128,7 @@ def _guess(bits: Array, k: int) -> tuple[np.uint32, int]:
 
 
 @compiled
-def _choose_among(bits: Array, found: Array, k: int, chosen: Array) -> None:
-    magnitudes = np.empty(len(found), np.uint32)
-    for i in range(len(found)):
-        magnitudes[i] = bits[found[i]]
-    edge, spare = _kth_largest(magnitudes, k)
-    _take(magnitudes, edge, spare, chosen)
-    for i in range(k):
-        chosen[i] = found[chosen[i]]
-
-
-@compiled
-def _take(bits: Array, edge: np.uint32, spare: int, chosen: Array) -> None:
+def _take(bits: Array, edge: np.uint32, spare: int, chosen: Array, words: Array) -> None:
     """Those above the edge, and the first `spare` of those on it."""
     count = 0
     for i in range(len(bits)):
@@ -140,6 +139,7 @@ def _take(bits: Array, edge: np.uint32, spare: int, chosen: Array) -> None:
                 continue
             spare -= on_it
             chosen[count] = i
+            words[count] = bits[i]
             count += 1
 
 

@@ -1,0 +1,236 @@
+"""How fast codecs are on a GPU, measured against a copy in its memory.
+
+    python benchmarks/compress_gpu.py                 256 MB of float32, as one tensor and as many of odd sizes
+    python benchmarks/compress_gpu.py --quick         16 MB, 3 rounds: does the script work?
+
+Everything is counted in bytes of float32 values: a copy of n values in t seconds is 4n/t, and so is encoding them. (A copy moves
+8n bytes, an encoder 5n or so: it may be faster than a copy.) Contenders take turns in each round; a turn is several calls between
+two CUDA events, each on values of its own. Decoders wait for the device to say whether the payload is sound, and that wait counts.
+
+Writes `compress_gpu_MACHINE_DATE.json` (every time of every round, versions, machine) and `.md` (claims with verdicts, then all
+rows).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from stretto.bench.machine import Machine, describe
+from stretto.bench.results import quartiles
+from stretto.bench.table_text import seconds, spread
+from stretto.compress.bfloat16 import BFloat16
+from stretto.compress.codec import Codec
+from stretto.compress.draw import Draw
+from stretto.compress.int8 import Int8
+from stretto.compress.layout import Layout
+from stretto.compress.sign import Sign
+from stretto.compress.top_k import TopK
+
+LEAST_ROUNDS = 7
+CALLS = 8  # of a turn
+RESULTS = Path(__file__).parent / "results"
+QUICK_RESULTS = Path("build/benchmarks")
+CODECS: tuple[Codec, ...] = (
+    Int8(), Int8(stochastic=True), Sign(), BFloat16(), BFloat16(stochastic=True), TopK(0.001), TopK(0.01), TopK(0.1)
+)  # fmt: skip
+COPY_SHARE = 0.75  # of a copy's rate, at least: Int8, Sign and BFloat16, encoding and decoding
+COPY_TIMES = 3.0  # a copy's time so often, at most: TopK, encoding
+Call = Callable[[int], object]  # its number in the turn, from 0 to CALLS - 1
+
+
+class Settings(msgspec.Struct, frozen=True):
+    num_elements: int
+    rounds: int
+    calls: int = CALLS
+
+
+class Row(msgspec.Struct, frozen=True):
+    layout: str
+    codec: str
+    what: str
+    payload_bytes: int
+    seconds: list[float]  # of one call, in each round
+
+
+class Report(msgspec.Struct, frozen=True):
+    settings: Settings
+    machine: Machine
+    date: str
+    copy_seconds: list[float]
+    rows: list[Row]
+
+
+def layouts(num_elements: int) -> dict[str, Layout]:
+    """`odd tensors`: none begins or ends where a GPU would like it to."""
+    odd = max(1, num_elements // 64 - 3) | 1
+    sizes = [odd] * (num_elements // odd)
+    sizes.append(num_elements - sum(sizes))
+    return {
+        "one tensor": Layout.of([("w", (num_elements,))]),
+        f"{len(sizes)} odd tensors": Layout.of((f"w{i}", (size,)) for i, size in enumerate(sizes)),
+    }
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def timed(call: Call) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    begin.record()
+    for number in range(CALLS):
+        call(number)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3 / CALLS
+
+
+class Contender:
+    """A call to be timed, and what its times were. `before`: not timed, ahead of each turn."""
+
+    def __init__(self, call: Call, before: Callable[[], object] = lambda: None) -> None:
+        self.call, self.before = call, before
+        self.seconds: list[float] = []
+
+    def turn(self, *, counts: bool) -> None:
+        self.before()
+        time = timed(self.call)
+        if counts:
+            self.seconds.append(time)
+
+
+def of_codec(codec: Codec, layout: Layout, values: list[Tensor], spare: list[Tensor]) -> tuple[dict[str, Contender], int]:
+    """What is timed, by name, and how long a payload is."""
+    blocks, draw = codec.blocks(layout), Draw.of_round(1, 0)
+    payload = codec.encode(values[0], blocks, draw)
+
+    def fill() -> None:
+        for to, from_ in zip(spare, values, strict=True):
+            to.copy_(from_)
+
+    return {
+        "encode": Contender(lambda i: codec.encode(values[i], blocks, draw)),
+        "encode_residual": Contender(lambda i: codec.encode_residual(spare[i], blocks, draw), fill),
+        "decode": Contender(lambda i: codec.decode(payload, blocks, draw)),
+        "add_decoded": Contender(lambda i: codec.add_decoded(payload, blocks, draw, spare[i]), fill),
+    }, len(payload)
+
+
+def measure(settings: Settings) -> Report:
+    generator = torch.Generator("cuda").manual_seed(0)
+    values = [torch.randn(settings.num_elements, device="cuda", generator=generator) for _ in range(CALLS)]
+    spare = [torch.empty_like(x) for x in values]
+    copy = Contender(lambda i: spare[i].copy_(values[i]))
+    rows = []
+    for name, layout in layouts(settings.num_elements).items():
+        for codec in CODECS:
+            contenders, payload_bytes = of_codec(codec, layout, values, spare)
+            for number in range(-2, settings.rounds):
+                for contender in (copy, *contenders.values()):
+                    contender.turn(counts=number >= 0)
+            rows += [Row(name, repr(codec), what, payload_bytes, one.seconds) for what, one in contenders.items()]
+            print(f"{name}, {codec!r}", *(f"{what} {seconds(median(one))}" for what, one in contenders.items()), flush=True)
+    machine = describe()
+    machine = msgspec.structs.replace(machine, versions=machine.versions | {"triton": metadata.version("triton")})
+    return Report(settings, machine, datetime.now(UTC).isoformat(timespec="seconds"), copy.seconds, rows)
+
+
+def median(contender: Contender) -> float:
+    return statistics.median(contender.seconds)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def claims(report: Report) -> list[str]:
+    copy = statistics.median(report.copy_seconds)
+    lines = ["| values | codec | claim | target | measured | verdict |", "|---|---|---|---|---|---|"]
+    for row in report.rows:
+        share = copy / statistics.median(row.seconds)
+        if row.codec.startswith("TopK") and row.what == "encode":
+            shown = ("x a copy's time, at most", f"{COPY_TIMES:.2f}", f"{1 / share:.2f}", judge(report, 1 / share <= COPY_TIMES))
+        elif not row.codec.startswith("TopK") and row.what in ("encode", "decode"):
+            shown = (
+                f"{row.what}, x a copy's rate, at least",
+                f"{COPY_SHARE}",
+                f"{share:.2f}",
+                judge(report, share >= COPY_SHARE),
+            )
+        else:
+            continue
+        lines.append(f"| {row.layout} | {row.codec} | {' | '.join(shown)} |")
+    return lines
+
+
+def judge(report: Report, met: bool) -> str:
+    if report.settings.rounds < LEAST_ROUNDS:
+        return f"not judged: fewer than {LEAST_ROUNDS} rounds"
+    return "met" if met else "**missed**"
+
+
+def as_markdown(report: Report, command: str) -> str:
+    machine, settings = report.machine, report.settings
+    value_bytes, copy = 4 * settings.num_elements, statistics.median(report.copy_seconds)
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    lines = [
+        "# Codecs on a GPU",
+        "",
+        f"{report.date}; `{command}`",
+        "",
+        f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}, {machine.gpu}; "
+        f"{versions}.",
+        "",
+        f"{value_bytes / 1e6:.0f} MB of float32 values, Gaussian. Median over {settings.rounds} rounds of {settings.calls} calls "
+        "each; contenders take turns in each round. GB/s count the bytes of the values. A copy on the device: "
+        f"{seconds(copy)} ({spread(quartiles(report.copy_seconds))}), {value_bytes / copy / 1e9:,.0f} GB/s.",
+        "",
+        *claims(report),
+        "",
+        "| values | codec | what | time | middle half | GB/s | x a copy's rate | payload bits per value |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report.rows:
+        time = statistics.median(row.seconds)
+        lines.append(
+            f"| {row.layout} | {row.codec} | {row.what} | {seconds(time)} | {spread(quartiles(row.seconds))} "
+            f"| {value_bytes / time / 1e9:,.0f} | {copy / time:.2f} | {8 * row.payload_bytes / settings.num_elements:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def write(report: Report, folder: Path, command: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = re.sub(r"[^a-z0-9]+", "-", (report.machine.gpu or "").lower()).strip("-")
+    stem = folder / f"compress_gpu_{machine}_{report.date[:10]}"
+    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode([report]), indent=1) + b"\n")
+    stem.with_suffix(".md").write_text(as_markdown(report, command))
+    print("\n".join(claims(report)))
+    print(f"written: {stem}.md and {stem}.json")
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="Time codecs on a GPU against a copy in its memory.")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds that count (15)")
+    parser.add_argument("--quick", action="store_true", help="16 MB, 3 rounds; written to build/benchmarks")
+    parser.add_argument("--output", type=Path, help="folder for the two files (benchmarks/results)")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("compress_gpu.py: there is no CUDA device here. Run it on a machine that has one.")
+    settings = Settings(1 << 22, 3) if options.quick else Settings(1 << 26, max(1, options.rounds))
+    command = " ".join(["python benchmarks/compress_gpu.py", *arguments])
+    write(measure(settings), options.output or (QUICK_RESULTS if options.quick else RESULTS), command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,94 @@
+"""What GPU kernels ask of a cut into blocks: worked out once for each `Blocks`, since every round asks again.
+
+Two ways to share elements out among programs (Triton's word for thread blocks):
+
+    rows      a program takes some whole blocks, each a row of its tile; long blocks, tile by tile    where there is a scale
+    pieces    a program takes a part of one block                                                     where blocks are tensors
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from stretto.compress.layout import Blocks
+
+ELEMENTS = 4096  # of a program's tile: enough loads under way at a time, and few enough registers
+TILES = (16, 64, 256, 1024, ELEMENTS)  # few lengths, as kernels are compiled for each
+VECTOR = 4  # elements that one thread moves at a time, where they begin at a multiple of it
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """`bounds`, `keys`: in the device's memory. `step`: VECTOR if it divides all bounds, else 1. With a bit per element and each
+    block padded to whole bytes, `byte_starts` says where they begin and `num_packed` how many there are."""
+
+    bounds: Tensor
+    keys: Tensor
+    byte_starts: Tensor
+    num_packed: int
+    longest: int
+    step: int
+    made: dict[Any, Any] = field(default_factory=dict)  # what kernels add, by a key of their own
+
+    @property
+    def tile(self) -> int:
+        """Columns of a tile: for a whole block if it is not too long."""
+        return next((tile for tile in TILES if tile >= self.longest), ELEMENTS)
+
+    @property
+    def rows(self) -> int:
+        return ELEMENTS // self.tile
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.keys)
+
+    def shape(self) -> dict[str, Any]:
+        """A program's tile, for kernels that take rows."""
+        return {"ROWS": self.rows, "TILE": self.tile, "STEP": self.step, "WHOLE": self.longest <= self.tile}
+
+    def grid(self) -> tuple[int]:
+        return (-(-self.num_blocks // self.rows),)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """For each piece its block (int32), and the index in the block where it begins (int64)."""
+
+    owners: Tensor
+    firsts: Tensor
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor]:
+        return self.owners, self.firsts
+
+
+# By identity of `bounds`, which live as long as their Blocks do; then by device. Two threads that meet here do the work twice.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def cut_of(blocks: Blocks, device: torch.device) -> Cut:
+    by_device: dict[torch.device, Cut] = _known.setdefault(blocks.bounds, {})  # type: ignore[no-untyped-call]
+    if device not in by_device:
+        widths = (blocks.lengths + 7) // 8
+        by_device[device] = Cut(
+            *blocks.on(device),
+            byte_starts=(widths.cumsum(0) - widths).to(device),
+            num_packed=int(widths.sum()),
+            longest=max(blocks.lengths.tolist(), default=0),
+            step=1 if bool((blocks.bounds % VECTOR).any()) else VECTOR,
+        )
+    return by_device[device]
+
+
+def pieces_of(lengths: Tensor, size: int, device: torch.device) -> Pieces:
+    """Cut each of these lengths (on the CPU) into pieces of `size`, the last perhaps shorter."""
+    counts = (lengths + size - 1) // size
+    owners = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    firsts = (torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]) * size
+    return Pieces(owners.to(torch.int32).to(device), firsts.to(device))

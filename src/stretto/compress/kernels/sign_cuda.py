@@ -1,0 +1,132 @@
+"""Signs on a GPU: a block is a row of a program's tile, read once for its mean magnitude and its bits; long ones tile by tile.
+
+The same bytes as the reference, but for the scale's last bit where two orders of adding in float64 round to different float32.
+"""
+
+# What Triton compiles has no types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.compress import bits
+from stretto.compress.kernels.cut_cuda import cut_of
+from stretto.compress.kernels.int8_cuda import extent, word_at
+from stretto.compress.layout import Blocks
+from stretto.errors import MalformedPayload
+
+BAD_SCALE, BAD_PADDING = tl.constexpr(bits.BAD_SCALE), tl.constexpr(bits.BAD_PADDING)
+
+
+def encode(values: Tensor, blocks: Blocks, scaled: bool, residual: bool) -> Tensor:
+    """`scaled`: with a scale per block, or signs alone. With `residual` (and scales), `values` becomes what was not said."""
+    cut = cut_of(blocks, values.device)
+    header = 4 * len(blocks) if scaled else 0
+    payload = torch.empty(header + cut.num_packed, dtype=torch.uint8, device=values.device)
+    scales = payload[:header].view(torch.float32)
+    if len(blocks):
+        _encode[cut.grid()](
+            values, payload, scales, cut.bounds, cut.byte_starts, len(blocks), SCALED=scaled, RESIDUAL=residual, **cut.shape()
+        )
+    return payload
+
+
+def decode(payload: Tensor, blocks: Blocks, scaled: bool, out: Tensor, adding: bool) -> int:
+    """Write to `out`, or add to it; without scales, 1 and -1. What `bits.check` takes. Waits for the device."""
+    cut = cut_of(blocks, out.device)
+    expected = cut.num_packed + (4 * len(blocks) if scaled else 0)
+    if len(payload) != expected:
+        raise MalformedPayload(f"{len(payload)} bytes came where {expected} must")
+    if not len(blocks):
+        return bits.FINE
+    problem = torch.zeros(1, dtype=torch.int32, device=out.device)
+    _decode[cut.grid()](
+        payload, cut.bounds, cut.byte_starts, out, problem, len(blocks), SCALED=scaled, ADDING=adding, **cut.shape()
+    )
+    return int(problem)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _encode(
+    values, payload, scales, bounds, byte_starts, num_blocks, SCALED: tl.constexpr, RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    starts, lengths = extent(bounds, rows, num_blocks, STEP)
+    packed = payload + 4 * num_blocks if SCALED else payload
+    packed += tl.load(byte_starts + rows, mask=rows < num_blocks, other=0)[:, None]
+    at, columns = values + starts[:, None], tl.arange(0, TILE)[None, :]
+    x = tl.load(at + columns, mask=columns < lengths[:, None], other=0.0)
+    _pack(packed, x, 0, lengths, ROWS, TILE)
+    total = tl.sum(tl.abs(x).to(tl.float64), 1)
+    if not WHOLE:
+        for first in range(TILE, tl.max(lengths, 0), TILE):
+            more = tl.load(at + first + columns, mask=first + columns < lengths[:, None], other=0.0)
+            _pack(packed, more, first, lengths, ROWS, TILE)
+            total += tl.sum(tl.abs(more).to(tl.float64), 1)
+    if SCALED:
+        scale = (total / tl.maximum(lengths, 1).to(tl.float64)).to(tl.float32)
+        tl.store(scales + rows, scale, mask=rows < num_blocks)
+        if RESIDUAL:
+            _subtract(at + columns, x, columns < lengths[:, None], scale[:, None])
+            if not WHOLE:
+                for first in range(TILE, tl.max(lengths, 0), TILE):
+                    inside = first + columns < lengths[:, None]
+                    more = tl.load(at + first + columns, mask=inside, other=0.0)
+                    _subtract(at + first + columns, more, inside, scale[:, None])
+
+
+@triton.jit
+def _pack(packed, x, first, lengths, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """The bits of one tile, of which column 0 is element `first` (a multiple of 8) of its block."""
+    inside = first + tl.arange(0, TILE)[None, :] < lengths[:, None]
+    ones = ((x >= 0) & inside).to(tl.int32)
+    shifts = tl.arange(0, 8)[None, None, :]
+    eights = tl.sum(tl.reshape(ones, (ROWS, TILE // 8, 8)) << shifts, 2)
+    byte = first // 8 + tl.arange(0, TILE // 8)[None, :]
+    tl.store(packed + byte, eights.to(tl.uint8), mask=byte < ((lengths + 7) // 8)[:, None])
+
+
+@triton.jit
+def _subtract(at, x, inside, scale):
+    tl.store(at, x - tl.where(x >= 0, scale, -scale), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _decode(
+    payload, bounds, byte_starts, out, problem, num_blocks, SCALED: tl.constexpr, ADDING: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    present = rows < num_blocks
+    starts, lengths = extent(bounds, rows, num_blocks, STEP)
+    packed, scale = payload, tl.full((ROWS,), 1.0, tl.float32)
+    if SCALED:
+        packed += 4 * num_blocks
+        scale = word_at(payload, rows, present).to(tl.float32, bitcast=True)
+    packed += tl.load(byte_starts + rows, mask=present, other=0)[:, None]
+    columns = tl.arange(0, TILE)[None, :]
+    if WHOLE:
+        _put(packed, out + starts[:, None], columns, lengths[:, None], scale[:, None], ADDING)
+    else:
+        for first in range(0, tl.max(lengths, 0), TILE):
+            _put(packed, out + starts[:, None], first + columns, lengths[:, None], scale[:, None], ADDING)
+    last = tl.load(packed + (lengths[:, None] - 1) // 8, mask=present[:, None] & (lengths[:, None] % 8 > 0), other=0).to(tl.int32)
+    padding = tl.max(tl.where((last >> (lengths[:, None] % 8)) != 0, BAD_PADDING, 0), 1)
+    sound = (scale >= 0) & (scale < float("inf"))
+    worst = tl.max(tl.maximum(tl.where(lengths % 8 > 0, padding, 0), tl.where(sound, 0, BAD_SCALE)), 0)
+    tl.atomic_max(problem, worst, mask=worst > 0)
+
+
+@triton.jit
+def _put(packed, out, index, lengths, scale, ADDING: tl.constexpr):
+    inside = index < lengths
+    eight = tl.load(packed + index // 8, mask=inside, other=0).to(tl.int32)
+    x = tl.where(((eight >> (index % 8)) & 1) != 0, scale, -scale)
+    if ADDING:
+        x += tl.load(out + index, mask=inside)
+    tl.store(out + index, x, mask=inside)

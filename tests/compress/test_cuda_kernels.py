@@ -1,0 +1,230 @@
+"""On a GPU: every codec says the same there as on the CPU, and the Triton kernels the same as the torch references."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.together import Workers
+from stretto.compress import bfloat16, int8, sign, top_k
+from stretto.compress.bfloat16 import BFloat16
+from stretto.compress.codec import Codec, Compression
+from stretto.compress.demo import DeMo
+from stretto.compress.dgc import DGC
+from stretto.compress.draw import Draw
+from stretto.compress.dynamic8 import Dynamic8
+from stretto.compress.ef21 import EF21
+from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.float16 import Float16
+from stretto.compress.int8 import Int8
+from stretto.compress.layout import Blocks, Layout
+from stretto.compress.one_bit import OneBit
+from stretto.compress.one_bit_adam import OneBitAdam
+from stretto.compress.power_sgd import PowerSGD
+from stretto.compress.qsgd import QSGD
+from stretto.compress.random_k import RandomK
+from stretto.compress.sign import Sign
+from stretto.compress.state import State
+from stretto.compress.tern_grad import TernGrad
+from stretto.compress.threshold import Threshold
+from stretto.compress.top_k import TopK
+from stretto.errors import MalformedPayload
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DRAW = Draw.of_round(3, rank=1)
+LARGEST = torch.finfo(torch.float32).max
+
+LAYOUTS: dict[str, list[tuple[int, ...]]] = {
+    "nothing": [],
+    "nothing in it": [(0,), (3, 0)],
+    "one": [(1,)],
+    "single elements": [(1,)] * 70,
+    "small tensors": [(1 + 7 * i % 23,) for i in range(60)],
+    "holes": [(5,), (0,), (300,), (0,), (1,)],
+    "even": [(64, 256), (4096,), (16,)],
+    "tails": [(257,), (4097,), (255,), (100, 83), (1,), (12289,)],
+    "large": [(3, 70001), (1 << 18,), (5,)],
+}
+
+
+def gaussian(n: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(n))
+
+
+def one_hot(n: int) -> Tensor:
+    x = torch.zeros(n)
+    x[n // 2 : n // 2 + 1] = -3.0
+    return x
+
+
+def mixed(n: int) -> Tensor:
+    """All magnitudes that there are, many zeros, and equals."""
+    x = gaussian(n) * torch.logspace(-44, 37, n)
+    x[::3] = 0.0
+    x[1::7] = 0.25
+    return x
+
+
+VALUES: dict[str, Callable[[int], Tensor]] = {
+    "gaussian": gaussian,
+    "zeros": torch.zeros,
+    "constant": lambda n: torch.full((n,), -0.37),
+    "one hot": one_hot,
+    "denormal": lambda n: gaussian(n) * 2.0**-140,
+    "largest": lambda n: torch.where(gaussian(n) < 0, -LARGEST, LARGEST),
+    "mixed": mixed,
+}
+
+WITH_KERNELS: list[Codec] = [
+    Int8(), Int8(1), Int8(100), Int8(5000), Int8(stochastic=True), Int8(5000, stochastic=True),
+    Sign(), Sign(1), Sign(100), Sign(9000), Sign(vote=True),
+    BFloat16(), BFloat16(stochastic=True), BFloat16().among(3),
+    TopK(0.001), TopK(0.01), TopK(0.2), TopK(1.0),
+]  # fmt: skip
+OTHERS: list[Codec] = [
+    Float16(), Float16().among(3), Dynamic8(), QSGD(), QSGD(bits=2, norm="l2"), TernGrad(), TernGrad(clip=None, block=None),
+    OneBit(), RandomK(0.1), RandomK(0.1, scaled=True), Threshold(0.5),
+]  # fmt: skip
+SUMMING = (Sign, OneBit, TernGrad, QSGD)  # their scales are sums, whose last bit depends on the order
+
+
+def case(shapes: list[tuple[int, ...]], codec: Codec, make: Callable[[int], Tensor]) -> tuple[Tensor, Blocks]:
+    layout = Layout.of((f"p{i}", shape) for i, shape in enumerate(shapes))
+    return make(layout.num_elements), codec.blocks(layout)
+
+
+def assert_same(codec: Codec, here: Tensor, there: Tensor) -> None:
+    if isinstance(codec, SUMMING):
+        torch.testing.assert_close(here, there.cpu(), rtol=1e-6, atol=1e-44)
+    else:
+        assert torch.equal(here, there.cpu())
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By Triton's kernels, or without Triton."""
+    if request.param == "kernels":
+        pytest.importorskip("triton")
+    else:
+        for module in (bfloat16, int8, sign, top_k):
+            monkeypatch.setattr(module, "has_triton", lambda: False)
+    return str(request.param)
+
+
+def compare_all(codec: Codec, shapes: list[tuple[int, ...]], make: Callable[[int], Tensor]) -> None:
+    """Encode, decode, encode_residual and add_decoded on both devices."""
+    values, blocks = case(shapes, codec, make)
+    on_gpu = values.cuda()
+    payload, payload_on_gpu = codec.encode(values, blocks, DRAW), codec.encode(on_gpu, blocks, DRAW)
+    assert torch.equal(on_gpu.cpu(), values), "encode changes nothing"
+    assert payload_on_gpu.device.type == "cuda" and payload.shape == payload_on_gpu.shape
+    if not isinstance(codec, SUMMING):
+        assert torch.equal(payload, payload_on_gpu.cpu())
+    decoded = codec.decode(payload, blocks, DRAW)
+    assert_same(codec, decoded, codec.decode(payload_on_gpu, blocks, DRAW))
+    assert torch.equal(decoded, codec.decode(payload.cuda(), blocks, DRAW).cpu()), "of the same bytes the same values"
+    at_odd_address = torch.cat([torch.zeros(1, dtype=torch.uint8), payload]).cuda()[1:]
+    total = torch.ones(len(values))
+    total_on_gpu = total.cuda()
+    codec.add_decoded(payload, blocks, DRAW, total)
+    codec.add_decoded(at_odd_address, blocks, DRAW, total_on_gpu)
+    assert torch.equal(total, total_on_gpu.cpu())
+    if getattr(codec, "vote", False):
+        return
+    kept = on_gpu.clone()
+    assert torch.equal(codec.encode_residual(kept, blocks, DRAW), payload_on_gpu)
+    assert torch.equal(kept, on_gpu - codec.decode(payload_on_gpu, blocks, DRAW))
+
+
+@pytest.mark.parametrize("codec", WITH_KERNELS, ids=repr)
+@pytest.mark.parametrize("shapes", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_gpu_says_the_same_as_a_cpu(way: str, codec: Codec, shapes: list[tuple[int, ...]]) -> None:
+    for make in VALUES.values():
+        compare_all(codec, shapes, make)
+
+
+@pytest.mark.parametrize("codec", OTHERS, ids=repr)
+@pytest.mark.parametrize("shapes", LAYOUTS.values(), ids=LAYOUTS)
+def test_codecs_without_gpu_kernels_run_there_in_torch(codec: Codec, shapes: list[tuple[int, ...]]) -> None:
+    for make in VALUES.values():
+        compare_all(codec, shapes, make)
+
+
+@pytest.mark.parametrize("codec", WITH_KERNELS, ids=repr)
+def test_damaged_payloads_are_refused_where_a_cpu_refuses_them(way: str, codec: Codec) -> None:
+    values, blocks = case([(70,), (3,), (1000,)], codec, mixed)
+    payload = codec.encode(values, blocks, DRAW)
+    chance = random.Random(5)
+    for _ in range(60):
+        damaged = payload.clone()
+        for _ in range(chance.choice((1, 1, 3))):
+            at = chance.randrange(8 * len(payload))
+            damaged[at // 8] ^= 1 << (at % 8)
+        assert refuses(codec, damaged.cuda(), blocks) == refuses(codec, damaged, blocks)
+    for length in (0, len(payload) - 1):
+        assert refuses(codec, payload[:length].cuda(), blocks)
+    assert refuses(codec, torch.cat([payload, payload[:1]]).cuda(), blocks)
+
+
+def refuses(codec: Codec, payload: Tensor, blocks: Blocks) -> bool:
+    total = torch.zeros(blocks.num_elements, device=payload.device)
+    try:
+        codec.add_decoded(payload, blocks, DRAW, total)
+    except MalformedPayload:
+        with pytest.raises(MalformedPayload):
+            codec.decode(payload, blocks, DRAW)
+        return True
+    assert bool(total.isfinite().all()) and bool(codec.decode(payload, blocks, DRAW).isfinite().all())
+    return False
+
+
+def corner(n: int) -> Tensor:
+    """Everything of importance in one place, where a sample hardly looks."""
+    x = torch.zeros(n)
+    x[n - 500 :] = gaussian(500)
+    return x
+
+
+def steps(n: int) -> Tensor:
+    """Few different magnitudes, in bands of very different width."""
+    return torch.floor(torch.rand(n, generator=torch.Generator().manual_seed(1)) ** 8 * 50)
+
+
+@pytest.mark.parametrize("fraction", [1e-6, 0.0001, 0.0005, 0.01, 0.3, 0.9])
+@pytest.mark.parametrize("make", [gaussian, mixed, corner, steps, one_hot], ids=lambda make: make.__name__)
+def test_the_largest_are_found_whatever_the_sample_says(make: Callable[[int], Tensor], fraction: float) -> None:
+    pytest.importorskip("triton")
+    codec = TopK(fraction)
+    values, blocks = case([(2_000_003,), (30_000,), (16_384,), (16_385,)], codec, make)
+    expected = codec.encode(values, blocks, DRAW)
+    for key in range(3):
+        assert torch.equal(codec.encode(values.cuda(), blocks, Draw(shared=0xFFFFFFFF - key)).cpu(), expected)
+
+
+class GpuWorkers(Workers):
+    def __init__(self, compression: Compression, named: list[tuple[str, tuple[int, ...]]], size: int) -> None:
+        super().__init__(compression, named, size)
+        self.states = [State(self.layout, torch.device("cuda")) for _ in range(size)]
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        ErrorFeedback(Int8()), ErrorFeedback(Sign()), ErrorFeedback(TopK(0.1)), ErrorFeedback(BFloat16()), Sign(vote=True),
+        ErrorFeedback(PowerSGD(2)), DeMo(), DGC(0.1), EF21(TopK(0.1)), OneBitAdam(warm_up=1),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_three_rounds_of_two_workers_end_as_on_a_cpu(compression: Compression) -> None:
+    named = [("w", (40, 30)), ("b", (40,)), ("s", ())]
+    here, there = Workers(compression, named, 2), GpuWorkers(compression, named, 2)
+    for number in range(3):
+        gradients = [gaussian(1241 + 10 * number + rank)[:1241] for rank in range(2)]
+        expected = here.round(gradients)
+        for mine, other in zip(there.round([gradient.cuda() for gradient in gradients]), expected, strict=True):
+            torch.testing.assert_close(mine.cpu(), other, rtol=1e-4, atol=1e-5)

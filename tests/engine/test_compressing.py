@@ -1,0 +1,472 @@
+"""Compressed gradients in training loops: what users do, and what they must not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.checkpoint import load, save
+from stretto.compress.by_parameter import ByParameter
+from stretto.compress.codec import Compression
+from stretto.compress.dgc import DGC
+from stretto.compress.ef21 import EF21
+from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
+from stretto.compress.float16 import Float16
+from stretto.compress.int8 import Int8
+from stretto.compress.none import NoCompression
+from stretto.compress.one_bit_adam import OneBitAdam
+from stretto.compress.power_sgd import PowerSGD
+from stretto.compress.sign import Sign
+from stretto.compress.state import SERVER
+from stretto.compress.top_k import TopK
+from stretto.distributing import distribute, engine_of, join, no_sync, weight
+from stretto.engine.lane import Lane
+from stretto.errors import BackwardFailed, ConfigurationError, FrameError, NonFiniteGradient, StrettoError
+from stretto.schedule.orders import AfterBackward, WaitFree
+from stretto.session import Job
+from stretto.strategy import Strategy
+from stretto.testing import run_jobs
+
+SIGN = ErrorFeedback(Sign(block=64))
+TOP = ErrorFeedback(TopK(0.1))
+
+
+def make(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 1))
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def begin(job: Job, compress: Compression = SIGN, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make()
+    return distribute(model, sgd(model), Strategy(compress=compress, schedule=WaitFree()), job=job, **options)
+
+
+def batch(job: Job, number: int, rows: int = 4) -> Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(100 * number + job.rank))
+
+
+def backward(model: nn.Module, x: Tensor, scale: float = 1.0) -> None:
+    loss: Tensor = model(x).pow(2).mean() * scale
+    torch.autograd.backward(loss)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def residuals(model: nn.Module) -> dict[str, Tensor]:
+    return {name: kinds[RESIDUAL] for name, kinds in engine_of(model).memory()[0].items() if RESIDUAL in kinds}
+
+
+# -- what a loop does -------------------------------------------------------------------------------------------------
+
+
+def test_accumulated_gradients_are_compressed_once() -> None:
+    def program(job: Job) -> tuple[list[Tensor], list[Tensor]]:
+        model, _ = begin(job)
+        with no_sync(model):
+            backward(model, batch(job, 0))
+        backward(model, batch(job, 1))
+        other = make()
+        distribute(other, sgd(other), Strategy(compress=SIGN, schedule=WaitFree()), job=job)
+        (other(batch(job, 0)).pow(2).mean() + other(batch(job, 1)).pow(2).mean()).backward()
+        return gradients(model), gradients(other)
+
+    for mine, expected in run_jobs(3, program):
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(mine, expected, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_second_backward_before_the_step_is_refused_and_the_way_out_works(size: int) -> None:
+    def program(job: Job) -> None:
+        model, optimizer = begin(job)
+        backward(model, batch(job, 0))
+        with pytest.raises(ConfigurationError, match=r"second backward before optimizer.step(.|\n)*no_sync"):
+            backward(model, batch(job, 1))
+        optimizer.zero_grad()
+        backward(model, batch(job, 2))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # zeros stay in place, and are added to: not a second mean
+        backward(model, batch(job, 3))
+        optimizer.zero_grad()
+        backward(model, batch(job, 4))  # this step was left out
+
+    run_jobs(size, program)
+
+
+def test_workers_that_run_out_keep_their_residuals_and_take_part() -> None:
+    def program(job: Job) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        model, optimizer = begin(job, ErrorFeedback(PowerSGD(2)))
+        kept: dict[str, Tensor] = {}
+        with join(model):
+            for number in range(2 + job.rank):
+                backward(model, batch(job, number))
+                optimizer.step()
+                optimizer.zero_grad()
+                kept = residuals(model)
+        return [p.detach().clone() for p in model.parameters()], kept, residuals(model)
+
+    results = run_jobs(3, program)
+    for parameters, kept, after in results:
+        assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][0], strict=True))
+        assert all(torch.equal(kept[name], after[name]) for name in kept)
+
+
+def test_weights_count_in_the_mean() -> None:
+    def program(job: Job) -> tuple[list[Tensor], list[Tensor]]:
+        model, _ = begin(job, Float16())
+        plain = copy.deepcopy(model)
+        weight(1.0 + job.rank, job=job)
+        backward(model, batch(job, 0))
+        backward(plain, batch(job, 0))
+        return gradients(model), gradients(plain)
+
+    results = run_jobs(3, program)
+    for mine, _ in results:
+        for index, found in enumerate(mine):
+            exact = sum((1.0 + rank) * theirs[index] for rank, (_, theirs) in enumerate(results)) / 6.0
+            assert torch.allclose(found, torch.as_tensor(exact), rtol=5e-3, atol=1e-5)
+
+
+def test_a_backward_that_fails_leaves_residuals_untouched() -> None:
+    def program(job: Job) -> None:
+        model, optimizer = begin(job)
+        backward(model, batch(job, 0))
+        optimizer.step()
+        optimizer.zero_grad()
+        before = residuals(model)
+        if job.rank == 1:
+            out = model(batch(job, 1))
+            model[2].weight.register_hook(_fail)  # type: ignore[operator, union-attr]
+            with pytest.raises(RuntimeError, match="on purpose"):
+                out.sum().backward()
+            model[2].weight._backward_hooks.clear()  # type: ignore[union-attr, operator]
+        else:
+            with pytest.raises(BackwardFailed):
+                backward(model, batch(job, 1))
+        if job.rank == 1:
+            engine_of(model).flush()
+        after = residuals(model)
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        backward(model, batch(job, 2))
+        optimizer.step()
+
+    run_jobs(2, program)
+
+
+def _fail(gradient: Tensor) -> None:
+    raise RuntimeError("on purpose")
+
+
+def test_parameters_frozen_and_unfrozen_keep_what_they_had() -> None:
+    """Other buckets, other owners of blocks: residuals follow their parameters, and nothing of the server's is lost."""
+
+    def program(job: Job) -> tuple[Tensor, Tensor]:
+        model, optimizer = begin(job)
+        for number in range(3):
+            backward(model, batch(job, number))
+            optimizer.step()
+            optimizer.zero_grad()
+        before = _owed(model, job)
+        model[0].requires_grad_(False)  # type: ignore[index, operator]
+        model(batch(job, 3))
+        model[0].requires_grad_(True)  # type: ignore[index, operator]
+        model(batch(job, 3))
+        return before, _owed(model, job)
+
+    results = run_jobs(3, program)
+    before, after = (torch.stack([result[index] for result in results]).mean(0) for index in (0, 1))
+    assert torch.allclose(before, after, atol=1e-6) and float(before.abs().max()) > 0
+
+
+def _owed(model: nn.Module, job: Job) -> Tensor:
+    own, _ = engine_of(model).memory()
+    size = job.world_size
+    parts = [own[name][RESIDUAL] + size * own[name].get(SERVER, torch.zeros(p.shape)) for name, p in model.named_parameters()]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def test_a_scaler_changes_nothing_when_it_is_given() -> None:
+    """Loss scales of every size give the same gradients, residuals included: they are kept in unscaled units."""
+
+    def program(job: Job) -> tuple[list[Tensor], list[Tensor]]:
+        return _scaled(job, [1.0, 1.0, 1.0]), _scaled(job, [1.0, 1024.0, 2.0**-6])
+
+    def _scaled(job: Job, scales: list[float]) -> list[Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        model, optimizer = begin(job, SIGN, scaler=scaler)
+        for number, scale in enumerate(scales):
+            scaler.update(scale) if number else scaler.scale(torch.tensor(1.0))
+            scaler._scale = torch.tensor(scale)  # as if it had grown or shrunk to this
+            loss: Tensor = scaler.scale(model(batch(job, number)).pow(2).mean())
+            torch.autograd.backward(loss)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for plain, scaled in run_jobs(3, program):
+        assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-8) for a, b in zip(plain, scaled, strict=True))
+
+
+def test_a_step_that_overflows_is_skipped_by_the_scaler_everywhere() -> None:
+    def program(job: Job) -> list[bool]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        model, optimizer = begin(job, SIGN, scaler=scaler)
+        same = []
+        for number in range(3):
+            before = [p.detach().clone() for p in model.parameters()]
+            x = batch(job, number)
+            if number == 1 and job.rank == 1:
+                x = x * float("inf")
+            loss: Tensor = scaler.scale(model(x).pow(2).mean())
+            torch.autograd.backward(loss)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            same.append(all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
+        return [*same, scaler.get_scale() == 2.0]
+
+    assert run_jobs(3, program) == [[False, True, False, True]] * 3
+
+
+def test_check_finite_names_rank_and_parameter() -> None:
+    def program(job: Job) -> str:
+        model, _ = begin(job, check_finite=True)
+        x = batch(job, 0)
+        with pytest.raises(NonFiniteGradient) as caught:
+            backward(model, x * float("nan") if job.rank == 2 else x)
+        return str(caught.value)
+
+    assert {message.splitlines()[0] for message in run_jobs(3, program)} == {"a gradient is not finite: rank 2 in '2.bias'."}
+
+
+def test_low_precision_and_empty_parameters_are_compressed_too() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low = nn.Linear(6, 9).bfloat16()
+            self.high = nn.Linear(9, 1).double()
+            self.scale = nn.Parameter(torch.tensor(0.5))
+            self.empty = nn.Parameter(torch.empty(0, 3))
+            self.never = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.high(self.low(x.bfloat16()).double()) * self.scale + self.empty.sum()
+            return out
+
+    def program(job: Job) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = Odd()
+        _, optimizer = distribute(model, sgd(model), Strategy(compress=SIGN), job=job)
+        for number in range(2):
+            backward(model, batch(job, number))
+            found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.never.weight.grad is None
+        return found
+
+    first, *others = run_jobs(3, program)
+    for other in others:
+        assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(first, other, strict=True))  # type: ignore[arg-type]
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("then", "now"), [(3, 2), (2, 3), (4, 1), (1, 3)])
+@pytest.mark.parametrize("compress", [SIGN, TOP, ErrorFeedback(PowerSGD(2)), EF21(TopK(0.1))], ids=repr)
+def test_another_number_of_workers_conserves_what_was_owed(compress: Compression, then: int, now: int, tmp_path: Any) -> None:
+    def first(job: Job) -> dict[str, Any]:
+        model, optimizer = begin(job, compress)
+        for number in range(3):
+            backward(model, batch(job, number))
+            optimizer.step()
+            optimizer.zero_grad()
+        save(tmp_path / "saved.pt", model, optimizer)
+        return engine_of(model).memory()[0]
+
+    def second(job: Job) -> dict[str, Any]:
+        model, optimizer = begin(job, compress)
+        resumed = load(tmp_path / "saved.pt", model, optimizer)
+        assert any("as their mean" in line for line in resumed.carried)
+        out = engine_of(model).memory()[0]
+        backward(model, batch(job, 9))
+        optimizer.step()
+        return out
+
+    before, after = _mean_owed(run_jobs(then, first)), _mean_owed(run_jobs(now, second))
+    assert before.keys() == after.keys() and before
+    assert all(torch.allclose(before[key], after[key], atol=1e-6) for key in before)
+
+
+def _mean_owed(everybody: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """What is left over, in the mean over workers, of each parameter; the server's residuals are part of it."""
+    out: dict[str, Tensor] = {}
+    for name in everybody[0]:
+        for kind in everybody[0][name]:
+            if kind != SERVER:
+                total = sum(own[name][kind] for own in everybody) / len(everybody)
+                if kind == RESIDUAL:
+                    total = total + sum(own[name].get(SERVER, torch.zeros(())) for own in everybody)
+                out[f"{name} {kind}"] = torch.as_tensor(total)
+    return out
+
+
+def test_a_state_dict_of_another_worker_gives_no_residuals(caplog: pytest.LogCaptureFixture) -> None:
+    def program(job: Job) -> bool:
+        model, optimizer = begin(job)
+        backward(model, batch(job, 0))
+        optimizer.step()
+        state = optimizer.state_dict()
+        state["stretto"] = {**state["stretto"], "rank": 0}
+        optimizer.load_state_dict(state)
+        return any(bool(residual.any()) for residual in residuals(model).values())
+
+    assert run_jobs(2, program) == [True, False]
+    assert "residuals of rank 0 of 2 are not taken by rank 1 of 2" in caplog.text
+
+
+def test_a_state_dict_opens_as_a_plain_one() -> None:
+    def program(job: Job) -> None:
+        model, optimizer = begin(job)
+        backward(model, batch(job, 0))
+        optimizer.step()
+        plain = make()
+        sgd(plain).load_state_dict(optimizer.state_dict())
+
+    run_jobs(2, program)
+
+
+def test_a_checkpoint_of_another_compression_says_what_begins_anew(tmp_path: Any) -> None:
+    def program(job: Job) -> list[str]:
+        found = []
+        for compress in (SIGN, TOP, NoCompression()):
+            model, optimizer = begin(job, compress)
+            if found or compress is not SIGN:
+                found += [line for line in load(tmp_path / "saved.pt", model, optimizer).lost if "compress=" in line]
+            backward(model, batch(job, 0))
+            optimizer.step()
+            save(tmp_path / "saved.pt", model, optimizer)
+        return found
+
+    for found in run_jobs(2, program):
+        assert any("begins anew" in line for line in found) and any("remembered" in line for line in found)
+
+
+def test_residuals_of_another_shape_are_refused_before_anything_changes() -> None:
+    def program(job: Job) -> None:
+        model, optimizer = begin(job)
+        backward(model, batch(job, 0))
+        optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        state["stretto"]["own"]["0.weight"][RESIDUAL] = torch.zeros(3)
+        before = residuals(model)
+        with pytest.raises(ConfigurationError, match="residual of 0.weight has 3 elements, the parameter 120"):
+            optimizer.load_state_dict(state)
+        assert all(torch.equal(before[name], value) for name, value in residuals(model).items())
+
+    run_jobs(2, program)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compress", [DGC(0.1), OneBitAdam(2)], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p),
+        lambda p: torch.optim.RMSprop(p, momentum=0.1),
+    ],
+)
+def test_momentum_twice_is_refused_with_the_line_to_write(compress: Compression, optimizer: Callable[..., Any]) -> None:
+    def program(job: Job) -> None:
+        model = make()
+        with pytest.raises(ConfigurationError, match=r"keeps the momentum itself(.|\n)*Write torch.optim.SGD\("):
+            distribute(model, optimizer(model.parameters()), Strategy(compress=compress), job=job)
+
+    run_jobs(2, program)
+
+
+def test_complex_parameters_are_refused_with_the_rule_to_write() -> None:
+    def program(job: Job) -> None:
+        model = nn.ParameterDict({"turn": nn.Parameter(torch.zeros(3, dtype=torch.complex64)), "w": nn.Parameter(torch.ones(3))})
+        with pytest.raises(ConfigurationError, match=r"turn is of torch.complex64(.|\n)*ByParameter\(\('turn', NoCompression"):
+            distribute(model, sgd(model), Strategy(compress=SIGN), job=job)
+        chosen = ByParameter(("turn", NoCompression()), ("*", SIGN))
+        distribute(model, sgd(model), Strategy(compress=chosen), job=job)
+        (model["turn"].abs().sum() + model["w"].sum()).backward()
+
+    run_jobs(2, program)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "direct", "native"])
+@pytest.mark.parametrize("compress", [Sign(), SIGN, TOP, ErrorFeedback(Int8()), ByParameter(("*", Sign()))], ids=repr)
+def test_payloads_that_do_not_add_up_are_refused_where_they_would_be_added(algorithm: str, compress: Compression) -> None:
+    from stretto.aggregate.all_reduce import AllReduce
+
+    with pytest.raises(ConfigurationError, match=r"Write aggregate=AllReduce\(\)"):
+        Strategy(aggregate=AllReduce(algorithm), compress=compress)
+
+
+def test_a_scaler_that_is_none_is_refused() -> None:
+    def program(job: Job) -> None:
+        with pytest.raises(ConfigurationError, match="give the torch.amp.GradScaler of the loop"):
+            begin(job, scaler=1024.0)
+
+    run_jobs(2, program)
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+class Spoiled(Sign):
+    """Rank 1 sends what no encoder writes."""
+
+    def encode(self, values: Tensor, blocks: Any, draw: Any) -> Tensor:
+        payload = super().encode(values, blocks, draw)
+        if len(payload) >= 4:
+            payload[:4] = 0xFF  # a scale that is not a number
+        return payload
+
+
+def test_a_malformed_payload_names_its_sender() -> None:
+    def program(job: Job) -> str:
+        model = make()
+        codec = Spoiled(block=64) if job.rank == 1 else Sign(block=64)
+        distribute(model, sgd(model), Strategy(compress=Sign(block=64), schedule=AfterBackward()), job=job)
+        for bucket in engine_of(model).buckets:
+            if bucket.state is not None:
+                bucket.compression = codec
+        with pytest.raises(FrameError) as caught:
+            backward(model, batch(job, 0))
+        assert caught.value.rank == 1
+        assert all(p.grad is None for p in model.parameters())
+        return str(caught.value)
+
+    for message in run_jobs(2, program):
+        assert "rank 1 sent a bad frame" in message and "a scale is not finite" in message
+
+
+def test_an_exchange_that_raises_is_raised_where_it_is_waited_for() -> None:
+    def course() -> Any:
+        raise StrettoError("on purpose")
+        yield
+
+    lane = Lane()
+    errand = lane.submit(course(), torch.device("cpu"))
+    with pytest.raises(StrettoError, match="on purpose"):
+        errand.wait()
+    lane.stop()
