@@ -153,6 +153,12 @@ def _check_join(engines: list[Engine]) -> None:
             f"join of {len(engines)} models, {len(set(engines))} of them different: nothing to wait for, or the same one twice.\n"
             f"Write join(model), or join(model_a, model_b) for two."
         )
+    for engine in engines:
+        if (reason := engine.strategy.compress.no_abstention) is not None:
+            raise ConfigurationError(
+                f"join with compress={engine.strategy.compress!r}: {reason}.\n"
+                f"Give all workers as many batches (Sampler(..., drop_last=True)) and leave join out, or use ErrorFeedback(Sign())."
+            )
     if any(other.joining for engine in engines for other in engine.job.engines):
         raise ConfigurationError(
             "join inside another join: a worker that has run out would stay at the end of the inner one while the others need it "

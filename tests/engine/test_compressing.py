@@ -27,6 +27,8 @@ from stretto.compress.top_k import TopK
 from stretto.distributing import distribute, engine_of, join, no_sync, weight
 from stretto.engine.lane import Lane
 from stretto.errors import BackwardFailed, ConfigurationError, FrameError, NonFiniteGradient, StrettoError
+from stretto.plan.choose import Choices
+from stretto.plan.network import LinkEstimate
 from stretto.schedule.orders import AfterBackward, WaitFree
 from stretto.session import Job
 from stretto.strategy import Strategy
@@ -36,7 +38,7 @@ SIGN = ErrorFeedback(Sign(block=64))
 TOP = ErrorFeedback(TopK(0.1))
 
 
-def make(seed: int = 0) -> nn.Module:
+def make(seed: int = 0) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 1))
@@ -46,8 +48,9 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
 
-def begin(job: Job, compress: Compression = SIGN, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def begin(job: Job, compress: Compression = SIGN, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model = make()
+    job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))  # not tried out in every test
     return distribute(model, sgd(model), Strategy(compress=compress, schedule=WaitFree()), job=job, **options)
 
 
@@ -73,17 +76,16 @@ def residuals(model: nn.Module) -> dict[str, Tensor]:
 
 def test_accumulated_gradients_are_compressed_once() -> None:
     def program(job: Job) -> tuple[list[Tensor], list[Tensor]]:
-        model, _ = begin(job)
+        model, _ = begin(job, Float16())
         with no_sync(model):
             backward(model, batch(job, 0))
         backward(model, batch(job, 1))
-        other = make()
-        distribute(other, sgd(other), Strategy(compress=SIGN, schedule=WaitFree()), job=job)
+        other, _ = begin(job, Float16())
         (other(batch(job, 0)).pow(2).mean() + other(batch(job, 1)).pow(2).mean()).backward()
         return gradients(model), gradients(other)
 
     for mine, expected in run_jobs(3, program):
-        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(mine, expected, strict=True))
+        assert all(torch.allclose(a, b, rtol=2e-3, atol=1e-6) for a, b in zip(mine, expected, strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -147,10 +149,11 @@ def test_a_backward_that_fails_leaves_residuals_untouched() -> None:
         before = residuals(model)
         if job.rank == 1:
             out = model(batch(job, 1))
-            model[2].weight.register_hook(_fail)  # type: ignore[operator, union-attr]
+            spoiled: Any = model[2].weight
+            handle = spoiled.register_hook(_fail)
             with pytest.raises(RuntimeError, match="on purpose"):
                 out.sum().backward()
-            model[2].weight._backward_hooks.clear()  # type: ignore[union-attr, operator]
+            handle.remove()
         else:
             with pytest.raises(BackwardFailed):
                 backward(model, batch(job, 1))
@@ -178,9 +181,9 @@ def test_parameters_frozen_and_unfrozen_keep_what_they_had() -> None:
             optimizer.step()
             optimizer.zero_grad()
         before = _owed(model, job)
-        model[0].requires_grad_(False)  # type: ignore[index, operator]
+        model[0].requires_grad_(False)
         model(batch(job, 3))
-        model[0].requires_grad_(True)  # type: ignore[index, operator]
+        model[0].requires_grad_(True)
         model(batch(job, 3))
         return before, _owed(model, job)
 
@@ -278,7 +281,7 @@ def test_low_precision_and_empty_parameters_are_compressed_too() -> None:
 
     first, *others = run_jobs(3, program)
     for other in others:
-        assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(first, other, strict=True))  # type: ignore[arg-type]
+        assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -350,7 +353,7 @@ def test_a_state_dict_opens_as_a_plain_one() -> None:
 
 def test_a_checkpoint_of_another_compression_says_what_begins_anew(tmp_path: Any) -> None:
     def program(job: Job) -> list[str]:
-        found = []
+        found: list[str] = []
         for compress in (SIGN, TOP, NoCompression()):
             model, optimizer = begin(job, compress)
             if found or compress is not SIGN:
@@ -419,6 +422,15 @@ def test_payloads_that_do_not_add_up_are_refused_where_they_would_be_added(algor
 
     with pytest.raises(ConfigurationError, match=r"Write aggregate=AllReduce\(\)"):
         Strategy(aggregate=AllReduce(algorithm), compress=compress)
+
+
+def test_a_vote_without_a_ballot_is_refused() -> None:
+    def program(job: Job) -> None:
+        model, _ = begin(job, ByParameter(("*", Sign(vote=True))))
+        with pytest.raises(ConfigurationError, match="a vote has no empty ballot"), join(model):
+            pass
+
+    run_jobs(2, program)
 
 
 def test_a_scaler_that_is_none_is_refused() -> None:

@@ -151,10 +151,16 @@ def test_who_waits_is_told_at_once_that_somebody_with_another_secret_was_refused
 
 
 def test_who_waits_for_a_worker_that_does_not_encrypt_is_told_so() -> None:
+    """Who does not encrypt may see it first and hang up, and then the coordinator has seen nobody: here it comes again."""
     with coordinator(2, "--encrypted") as (_, address):
-        honest, plain = together(
-            worker(launch_of(0, 2, address, encrypt=True), SHORT), worker(launch_of(1, 2, address, encrypt=False), SHORT)
-        )
+
+        def come_again() -> list[Peer]:
+            for _ in range(19):
+                with pytest.raises(ConfigurationError):
+                    worker(launch_of(1, 2, address, encrypt=False), SHORT)()
+            return worker(launch_of(1, 2, address, encrypt=False), SHORT)()
+
+        honest, plain = together(worker(launch_of(0, 2, address, encrypt=True), Timeouts(connect_s=4)), come_again)
 
     assert isinstance(plain, ConfigurationError)
     assert re.search(rf"(it|they) did not encrypt, as this job does \(last from ({ADDRESS})\)", str(honest)), honest

@@ -73,7 +73,7 @@ COMPRESSIONS: list[Compression] = [
     ErrorFeedback(RandomK(0.1)),
     ErrorFeedback(PowerSGD(2)),
     EF21(TopK(0.1)),
-    EF21(TopK(0.1), momentum=0.5, participation=0.5),
+    EF21(TopK(0.1), momentum=0.5, participation=0.8),
     ByParameter(("*.bias", NoCompression()), ("0.*", Float16()), ("*", ErrorFeedback(Sign(block=64)))),
     WarmUp(2, ErrorFeedback(TopK(0.05))),
 ]

@@ -1,10 +1,11 @@
-"""`stretto bench`: measure collectives where you are.
+"""`stretto bench`: measure collectives and codecs where you are.
 
     stretto bench allreduce -n 4                           four workers on this machine
     stretto bench allreduce --hosts 4 --rate 1gbit         four lab hosts
     stretto run -n 2 --nodes 2 ... -m stretto bench allreduce     inside a job, on real machines
+    stretto bench compress                                 every codec, in this process
 
-The last form is recognised by the job's variables: the command is then one of the workers.
+The third form is recognised by the job's variables: the command is then one of the workers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from stretto.errors import ConfigurationError
 from stretto.job.detect import detect
 
 if TYPE_CHECKING:
+    from stretto.bench.compress_settings import CompressSettings
     from stretto.bench.results import Report
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -29,7 +31,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @app.callback()
 def bench() -> None:
-    """Measure collectives on this machine, in the lab, or inside a running job."""
+    """Measure collectives on this machine, in the lab, or inside a running job; and codecs on this machine."""
 
 
 @app.command()
@@ -71,6 +73,49 @@ def allreduce(
         _take_part(settings, json)
     else:
         _write(run_workers(settings, context.obj), json)
+
+
+@app.command()
+def compress(
+    context: typer.Context,
+    sizes: Annotated[str, typer.Option(metavar="SIZES", help="Bytes of gradients; K, M, G are powers of 1024.")] = "1M,64M",
+    codecs: Annotated[str, typer.Option(metavar="CODECS", help='With commas: "Int8(), ErrorFeedback(Sign())"; or: all.')] = "all",
+    device: Annotated[DeviceChoice, typer.Option(help="Where the values are.")] = "cpu",
+    workers: Annotated[int, typer.Option("-n", "--workers", help="How many take part in an exchange.")] = 4,
+    rates: Annotated[str, typer.Option(metavar="MBIT", help="Link speeds to judge for, in Mbit/s.")] = "100,1000,10000",
+    rounds: Annotated[int, typer.Option(help="Rounds that count; two more go before them.")] = 11,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every time, versions and machine.")] = None,
+) -> None:
+    """Time codecs beside a copy, and say what they lose and below which link speed each pays for itself."""
+    from stretto.bench.compress_settings import CompressSettings, parse_codecs, parse_rates
+    from stretto.bench.compress_settings import check as check_compress
+
+    _check_writable(json)
+    if detect(context.obj).launcher != "single":
+        raise ConfigurationError(
+            "`stretto bench compress` inside a job: it measures one process by itself, and here every worker would do so at once. "
+            "Run it on its own: stretto bench compress."
+        )
+    settings = CompressSettings(
+        sizes=list(dict.fromkeys(parse_sizes(sizes))),
+        codecs=parse_codecs(codecs),
+        device=device,
+        workers=workers,
+        rates=parse_rates(rates),
+        rounds=rounds,
+        command=shlex.join(["stretto", *sys.argv[1:]]),
+    )
+    _run_compress(check_compress(settings), json)
+
+
+def _run_compress(settings: CompressSettings, json: Path | None) -> None:
+    from stretto.bench.compress_measure import measure
+    from stretto.bench.compress_show import as_json, show
+
+    report = measure(settings)
+    show(report)
+    if json is not None:
+        json.write_bytes(as_json(report))
 
 
 def _check_writable(json: Path | None) -> None:

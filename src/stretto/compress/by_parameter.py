@@ -55,6 +55,11 @@ class ByParameter(Compression):
         return self.rules[0][1].optimizer_hint
 
     @property
+    def no_abstention(self) -> str | None:  # type: ignore[override]
+        reasons = (compression.no_abstention for _, compression in self.rules)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    @property
     def no_residual(self) -> str | None:  # type: ignore[override]
         return "it chooses for each parameter: write ErrorFeedback around the codecs inside"
 

@@ -44,6 +44,7 @@ class Compression(ABC):
     lossless: ClassVar[bool] = False
     optimizer_hint: ClassVar[str | None] = None  # of one that brings its own momentum: the optimizer to write instead
     remembers: ClassVar[bool] = False  # what it has not said, by itself: then error feedback around it makes no sense
+    no_abstention: ClassVar[str | None] = None  # why a worker without data cannot leave its say to the others, if so
     no_residual: ClassVar[str | None] = None  # why what it says and what it is given cannot be compared, if so
     flat_kinds: ClassVar[frozenset[str]] = frozenset()  # of its state: the kinds that are vectors as long as the bucket
 

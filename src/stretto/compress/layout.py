@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,7 +97,11 @@ class Blocks:
 
     def numbers(self, device: torch.device | None = None) -> Tensor:
         """For each element the number of its block: `per_block[blocks.numbers()]` spreads a value per block over its elements."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths).to(device or "cpu")
+        device = device or torch.device("cpu")
+        if device.type == "cpu":  # torch's own starts a team of threads, also for a handful of elements
+            return torch.from_numpy(np.repeat(np.arange(len(self)), self.lengths.numpy()))
+        lengths = self.on(device)[0].diff()
+        return torch.repeat_interleave(torch.arange(len(self), device=device), lengths, output_size=self.num_elements)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Bounds and keys in that device's memory; copied once."""

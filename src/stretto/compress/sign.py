@@ -58,6 +58,10 @@ class Sign(Codec):
             raise ConfigurationError(f"Sign(vote={self.vote!r}): write vote=True for a majority vote, or vote=False.")
 
     @property
+    def no_abstention(self) -> str | None:  # type: ignore[override]
+        return "a vote has no empty ballot: a worker without data would say +1 to everything" if self.vote else None
+
+    @property
     def no_residual(self) -> str | None:  # type: ignore[override]
         """Why error feedback has no place around it, if so."""
         return NO_MAGNITUDE if self.vote else None

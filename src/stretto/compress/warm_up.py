@@ -61,6 +61,10 @@ class WarmUp(Compression):
         return self.codec.remembers or self.before.remembers
 
     @property
+    def no_abstention(self) -> str | None:  # type: ignore[override]
+        return self.codec.no_abstention or self.before.no_abstention
+
+    @property
     def no_residual(self) -> str | None:  # type: ignore[override]
         return "a warm-up changes what is sent: write WarmUp(rounds, ErrorFeedback(...))"
 

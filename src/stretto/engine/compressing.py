@@ -40,7 +40,6 @@ class Compressing:
 
     def __init__(self, job: Job, channel: int, strategy: Strategy, scaler: Any) -> None:
         self._job = job
-        self._channel = channel
         self._algorithm = strategy.aggregate.algorithm
         self._scaler = scaler
         self._lane = Lane()
@@ -52,7 +51,7 @@ class Compressing:
         """Send the bucket on its way. `number`: of the round; `absent`: this worker has no data, and nothing of its own to say."""
         if bucket.state is not None:
             state = bucket.state.of_absent() if absent else bucket.state
-            draw = Draw.of_round(number, self._job.rank, self._channel)
+            draw = Draw.of_round(number, self._job.rank)
             world_size = self._job.world_size
             bucket.turn = Turn(bucket.layout, state, draw, self._job.rank, world_size, self._algorithm, bucket.kept)
         bucket.errand = self._lane.submit(self._course(bucket, sequence, label), bucket.flat.device)

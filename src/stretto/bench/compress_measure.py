@@ -1,0 +1,206 @@
+"""How codecs are measured: in one process and one thread, each call in turn with a copy of the same values.
+
+    for each size and codec, round k: copy, encode, decode, encode_residual, add_decoded, exchange, in an order rotated by k
+
+A turn is a few calls, each on values of its own, so that the last call has not left them in a cache; two rounds go before that do
+not count (compiling, memory, warm-ups). In the first of them all workers of the exchange must end with the same bits. Values are
+Gaussian. On a GPU a turn begins and ends with the device idle; decoders wait for it to say whether a payload is sound, and that
+counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from importlib import metadata
+
+import msgspec
+import torch
+from torch import Tensor
+
+from stretto.bench.compress_break_even import break_even_mbit
+from stretto.bench.compress_gradients import KINDS, layout_of, values_of
+from stretto.bench.compress_results import CompressReport, CompressRow, Quality, timing
+from stretto.bench.compress_settings import CompressSettings, compression_of
+from stretto.bench.compress_together import Spent, Together
+from stretto.bench.machine import Machine, describe
+from stretto.bench.settings import ELEMENT_BYTES, show_size
+from stretto.compress.codec import Codec, Compression
+from stretto.compress.draw import Draw
+from stretto.compress.none import NoCompression
+from stretto.errors import ConfigurationError, JobError
+
+CALLS = {"cpu": 2, "cuda": 8}  # of a turn
+DRAW = Draw.of_round(1, rank=0)
+Turn = Callable[[], float]  # seconds of one call
+
+
+class Field:
+    """The vectors of one size. `sources` stay as they are; `spare` is what is written to."""
+
+    def __init__(self, size: int, settings: CompressSettings, device: torch.device) -> None:
+        self.size = size
+        self.device = device
+        self.calls = CALLS[device.type]
+        self.layout = layout_of(size // ELEMENT_BYTES)
+        count = max(self.calls, settings.workers)
+        self.sources = [values_of("gaussian", self.layout, seed, device) for seed in range(count)]
+        self.spare = [torch.empty_like(source) for source in self.sources]
+
+    def fill(self) -> None:
+        for to, source in zip(self.spare, self.sources, strict=True):
+            to.copy_(source)
+
+    def settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed(self, call: Callable[[int], object]) -> float:
+        self.fill()
+        self.settle()
+        begin = time.perf_counter()
+        for number in range(self.calls):
+            call(number)
+        self.settle()
+        return (time.perf_counter() - begin) / self.calls
+
+
+class Exchange:
+    """Rounds of P workers, and what the last of them took."""
+
+    def __init__(self, compression: Compression, word: str, field: Field, workers: int) -> None:
+        self._together = Together(compression, field.layout, workers, field.device)
+        self._field, self._word, self._workers = field, word, workers
+        self.last: Spent | None = None
+
+    def turn(self) -> float:
+        self._field.fill()
+        ends = self._field.spare[: self._workers]
+        self.last, first = self._together.round(ends), self.last is None
+        if first:
+            self._together.end_warm_up()
+            self._check(ends)
+        return self.last.seconds
+
+    def _check(self, ends: list[Tensor]) -> None:
+        wrong = [rank for rank, end in enumerate(ends) if not torch.equal(end, ends[0])]
+        if wrong:
+            raise JobError(
+                f"{self._word}: workers {wrong} end with other values than worker 0, so its speed means nothing.\n"
+                f"This is a bug: please report it with the output of `stretto doctor`."
+            )
+
+
+def measure(settings: CompressSettings) -> CompressReport:
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            "--device cuda: torch sees no GPU here (`stretto doctor` says what it sees). Leave the option out."
+        )
+    rows: list[CompressRow] = []
+    with _one_thread():
+        for size in settings.sizes:
+            field = Field(size, settings, torch.device(settings.device))
+            for word in settings.codecs:
+                rows.append(measure_codec(word, settings, field))
+                print(f"measured {word} on {show_size(size)}", file=sys.stderr, flush=True)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return CompressReport(settings=settings, machine=_machine(), date=date, rows=rows)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _machine() -> Machine:
+    """With the versions of what compiles kernels, where it is there."""
+    machine, versions = describe(), {}
+    for name in ("numba", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return msgspec.structs.replace(machine, versions=machine.versions | versions)
+
+
+def measure_codec(word: str, settings: CompressSettings, field: Field) -> CompressRow:
+    compression = compression_of(word)
+    exchange = Exchange(compression, word, field, settings.workers)
+    turns = {"copy": lambda: field.timed(lambda i: field.spare[i].copy_(field.sources[i]))} | turns_of(compression, field)
+    seconds = alternate(turns | {"exchange": exchange.turn}, settings)
+    assert exchange.last is not None
+    copy_s = statistics.median(seconds["copy"])
+    timings = {what: timing(field.size, each, copy_s) for what, each in seconds.items()}
+    uncompressed = NoCompression().bytes_sent(field.layout, 0, settings.workers)
+    payload_bytes = payload_of(compression, field)
+    return CompressRow(
+        size=field.size,
+        codec=word,
+        payload_bytes=payload_bytes,
+        bits_per_value=8 * payload_bytes / field.layout.num_elements,
+        bytes_sent=exchange.last.bytes_sent,
+        bytes_uncompressed=uncompressed,
+        copy=timings.pop("copy"),
+        exchange=timings["exchange"],
+        break_even_mbit=break_even_mbit(uncompressed, exchange.last.bytes_sent, timings.pop("exchange").median),
+        calls=timings,
+        quality={kind: found for kind in KINDS if (found := quality_of(compression, kind, field)) is not None},
+    )
+
+
+def turns_of(compression: Compression, field: Field) -> dict[str, Turn]:
+    """What a codec can do by itself. A majority vote leaves no residual; compressions that drive their own rounds have nothing."""
+    if not isinstance(compression, Codec):
+        return {}
+    codec, blocks = compression, compression.blocks(field.layout)
+    payloads = [codec.encode(source, blocks, DRAW) for source in field.sources[: field.calls]]
+    calls: dict[str, Callable[[int], object]] = {
+        "encode": lambda i: codec.encode(field.sources[i], blocks, DRAW),
+        "decode": lambda i: codec.decode(payloads[i], blocks, DRAW),
+        "encode_residual": lambda i: codec.encode_residual(field.spare[i], blocks, DRAW),
+        "add_decoded": lambda i: codec.add_decoded(payloads[i], blocks, DRAW, field.spare[i]),
+    }
+    if codec.no_residual is not None:
+        del calls["encode_residual"]
+    return {what: lambda call=call: field.timed(call) for what, call in calls.items()}  # type: ignore[misc]
+
+
+def alternate(turns: dict[str, Turn], settings: CompressSettings) -> dict[str, list[float]]:
+    """Each once per round, in rotating order."""
+    names = list(turns)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-settings.warm_up, settings.rounds):
+        for offset in range(len(names)):
+            name = names[(number + offset) % len(names)]
+            took = turns[name]()
+            if number >= 0:
+                seconds[name].append(took)
+    return seconds
+
+
+def payload_of(compression: Compression, field: Field) -> int:
+    """What a worker gives to collectives in a round, after warm-ups, were it alone."""
+    alone = Together(compression, field.layout, 1, field.device)
+    alone.round([field.sources[0].clone()])
+    alone.end_warm_up()
+    return alone.round([field.sources[1].clone()]).bytes_given
+
+
+def quality_of(compression: Compression, kind: str, field: Field) -> Quality | None:
+    """Of the first round of a worker alone, if what it gets back is meant to be what it had."""
+    alone = Together(compression, field.layout, 1, field.device)
+    answers = [bucket.compression for bucket in alone.buckets]
+    if any(answer.optimizer_hint is not None or answer.no_residual is not None for answer in answers):
+        return None
+    given = field.sources[0] if kind == "gaussian" else values_of(kind, field.layout, 0, field.device)
+    got = given.clone()
+    alone.round([got])
+    error, length = (float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in (given - got, given))
+    return Quality(relative_error=error / length, contraction=1 - (error / length) ** 2)
