@@ -5,7 +5,7 @@
 
 Everything is counted in bytes of float32 values: a copy of n values in t seconds is 4n/t, and so is encoding them. (A copy moves
 8n bytes, an encoder 5n or so: it may be faster than a copy.) Contenders take turns in each round; a turn is several calls between
-two CUDA events, each on values of its own. Decoders wait for the device to say whether the payload is sound, and that wait counts.
+two CUDA events, each on values of its own. Decoders wait for the device to say whether the payload is sound: that wait counts.
 
 Writes `compress_gpu_MACHINE_DATE.json` (every time of every round, versions, machine) and `.md` (claims with verdicts, then all
 rows).
@@ -14,6 +14,7 @@ rows).
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import statistics
 import sys
@@ -128,6 +129,7 @@ def of_codec(codec: Codec, layout: Layout, values: list[Tensor], spare: list[Ten
 
 
 def measure(settings: Settings) -> Report:
+    gc.disable()  # a collection in the middle of a turn would be counted
     generator = torch.Generator("cuda").manual_seed(0)
     values = [torch.randn(settings.num_elements, device="cuda", generator=generator) for _ in range(CALLS)]
     spare = [torch.empty_like(x) for x in values]

@@ -32,7 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """`strategies`: name in the table -> text of a strategy."""
 
     strategies: dict[str, str]
-    peers: list[str] = [LIMIT, DDP, DDP_FP16]
+    peers: tuple[str, ...] = (LIMIT, DDP, DDP_FP16)
     hosts: int = 4
     rate: str | None = None
     rounds: int = 9

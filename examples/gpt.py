@@ -4,9 +4,12 @@
     stretto run -n 4 examples/gpt.py                      four workers
     torchrun --nproc-per-node 4 examples/gpt.py
     stretto run -n 4 examples/gpt.py --strategy "horovod()" --steps 300
+    stretto run -n 4 examples/gpt.py --strategy "Strategy(compress=ErrorFeedback(Sign()))"              one bit per gradient value
+    stretto lab --hosts 4 --rate 100mbit -- python examples/gpt.py --strategy "power_sgd(warm_up=20)"   on a slow network
 
-However many workers there are, the losses are the same to within rounding: every worker draws the whole batch from one seed and
-keeps its rows of it, and `stretto.weight` lets each row count the same, also where they cannot be shared out equally.
+However many workers there are, the losses are the same to within rounding (unless gradients are compressed): every worker draws
+the whole batch from one seed and keeps its rows of it, and `stretto.weight` lets each row count the same, also where they cannot
+be shared out equally.
 """
 
 import argparse
@@ -104,7 +107,9 @@ def validate(model: nn.Module, text: Tensor, batches: int = 4) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on Python's standard library.")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--strategy", default="Strategy()", metavar="TEXT", help="for instance 'horovod()'")
+    parser.add_argument(
+        "--strategy", default="Strategy()", metavar="TEXT", help="for instance 'horovod()' or 'Strategy(compress=Int8())'"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 

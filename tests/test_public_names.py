@@ -11,12 +11,14 @@ import pytest
 import stretto
 
 NAMES = [
-    "AfterBackward", "AllReduce", "BackwardFailed", "Buckets", "CheckpointError", "ConfigurationError", "FrameError", "JobError",
-    "NoCompression", "NonFiniteGradient", "PeerLost", "RankMismatch", "RendezvousError", "Replicated", "Resumed",
-    "Sampler", "SecretError", "Strategy", "StrettoError", "Synchronous", "Timeouts", "UnreachableError", "WaitFree",
-    "WireError", "WireTimeout", "WorkerFailed", "all_gather", "all_reduce", "barrier", "broadcast", "current_job",
-    "device", "distribute", "gather_object", "init", "is_initialized", "join", "launch", "load", "local_rank",
-    "no_sync", "parse", "rank", "recipes", "save", "shutdown", "weight", "world_size",
+    "AfterBackward", "AllReduce", "BFloat16", "BackwardFailed", "Buckets", "ByParameter", "CheckpointError",
+    "ConfigurationError", "DGC", "DeMo", "Dynamic8", "EF21", "ErrorFeedback", "Float16", "FrameError", "Int8", "JobError",
+    "LAMB", "LARS", "LinearWarmUp", "MalformedPayload", "NoCompression", "NonFiniteGradient", "OneBit", "OneBitAdam",
+    "PeerLost", "PowerSGD", "QSGD", "RandomK", "RankMismatch", "RendezvousError", "Replicated", "Resumed", "Sampler",
+    "SecretError", "Sign", "Strategy", "StrettoError", "SyncBatchNorm", "Synchronous", "TernGrad", "Threshold", "Timeouts",
+    "TopK", "UnreachableError", "WaitFree", "WarmUp", "WireError", "WireTimeout", "WorkerFailed", "all_gather", "all_reduce",
+    "barrier", "broadcast", "current_job", "device", "distribute", "gather_object", "init", "is_initialized", "join", "launch",
+    "load", "local_rank", "no_sync", "parse", "rank", "recipes", "save", "shutdown", "weight", "world_size",
 ]  # fmt: skip
 
 

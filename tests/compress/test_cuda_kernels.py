@@ -48,7 +48,7 @@ LAYOUTS: dict[str, list[tuple[int, ...]]] = {
     "holes": [(5,), (0,), (300,), (0,), (1,)],
     "even": [(64, 256), (4096,), (16,)],
     "tails": [(257,), (4097,), (255,), (100, 83), (1,), (12289,)],
-    "large": [(3, 70001), (1 << 18,), (5,)],
+    "large": [(3, 20001), (1 << 16,), (5,)],
 }
 
 
@@ -79,6 +79,8 @@ VALUES: dict[str, Callable[[int], Tensor]] = {
     "largest": lambda n: torch.where(gaussian(n) < 0, -LARGEST, LARGEST),
     "mixed": mixed,
 }
+
+AWKWARD = ("small tensors", "tails")  # with values of all kinds; other layouts with two kinds
 
 WITH_KERNELS: list[Codec] = [
     Int8(), Int8(1), Int8(100), Int8(5000), Int8(stochastic=True), Int8(5000, stochastic=True),
@@ -142,17 +144,17 @@ def compare_all(codec: Codec, shapes: list[tuple[int, ...]], make: Callable[[int
 
 
 @pytest.mark.parametrize("codec", WITH_KERNELS, ids=repr)
-@pytest.mark.parametrize("shapes", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_gpu_says_the_same_as_a_cpu(way: str, codec: Codec, shapes: list[tuple[int, ...]]) -> None:
-    for make in VALUES.values():
-        compare_all(codec, shapes, make)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gpu_says_the_same_as_a_cpu(way: str, codec: Codec, layout: str) -> None:
+    for kind in VALUES if way == "kernels" and layout in AWKWARD else ("gaussian", "mixed"):
+        compare_all(codec, LAYOUTS[layout], VALUES[kind])
 
 
 @pytest.mark.parametrize("codec", OTHERS, ids=repr)
-@pytest.mark.parametrize("shapes", LAYOUTS.values(), ids=LAYOUTS)
-def test_codecs_without_gpu_kernels_run_there_in_torch(codec: Codec, shapes: list[tuple[int, ...]]) -> None:
-    for make in VALUES.values():
-        compare_all(codec, shapes, make)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codecs_without_gpu_kernels_run_there_in_torch(codec: Codec, layout: str) -> None:
+    for kind in VALUES if layout in AWKWARD else ("gaussian", "mixed"):
+        compare_all(codec, LAYOUTS[layout], VALUES[kind])
 
 
 @pytest.mark.parametrize("codec", WITH_KERNELS, ids=repr)

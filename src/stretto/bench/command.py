@@ -84,6 +84,7 @@ def compress(
     workers: Annotated[int, typer.Option("-n", "--workers", help="How many take part in an exchange.")] = 4,
     rates: Annotated[str, typer.Option(metavar="MBIT", help="Link speeds to judge for, in Mbit/s.")] = "100,1000,10000",
     rounds: Annotated[int, typer.Option(help="Rounds that count; two more go before them.")] = 11,
+    limit: Annotated[float, typer.Option(metavar="SECONDS", help="For a codec and size; then there are fewer rounds.")] = 60.0,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every time, versions and machine.")] = None,
 ) -> None:
     """Time codecs beside a copy, and say what they lose and below which link speed each pays for itself."""
@@ -93,7 +94,7 @@ def compress(
     _check_writable(json)
     if detect(context.obj).launcher != "single":
         raise ConfigurationError(
-            "`stretto bench compress` inside a job: it measures one process by itself, and here every worker would do so at once. "
+            "`stretto bench compress` inside a job: it measures one process by itself, and every worker would do so at once. "
             "Run it on its own: stretto bench compress."
         )
     settings = CompressSettings(
@@ -103,6 +104,7 @@ def compress(
         workers=workers,
         rates=parse_rates(rates),
         rounds=rounds,
+        limit_s=limit,
         command=shlex.join(["stretto", *sys.argv[1:]]),
     )
     _run_compress(check_compress(settings), json)

@@ -1,11 +1,11 @@
 """How codecs are measured: in one process and one thread, each call in turn with a copy of the same values.
 
-    for each size and codec, round k: copy, encode, decode, encode_residual, add_decoded, exchange, in an order rotated by k
+    round k of each size and codec: copy, clone, encode, decode, encode_residual, add_decoded, exchange; the order rotated by k
 
-A turn is a few calls, each on values of its own, so that the last call has not left them in a cache; two rounds go before that do
-not count (compiling, memory, warm-ups). In the first of them all workers of the exchange must end with the same bits. Values are
-Gaussian. On a GPU a turn begins and ends with the device idle; decoders wait for it to say whether a payload is sound, and that
-counts.
+A turn is a few calls, each on values of its own, so that the last call has not left them in a cache; one call, if it takes long.
+Two rounds go before that do not count (compiling, memory, warm-ups); the second tells how many rounds the time limit allows. In
+the first all workers of the exchange must end with the same bits. Values are Gaussian. On a GPU a turn begins and ends with the
+device idle; decoders wait for it to say whether a payload is sound, and that counts.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from stretto.compress.none import NoCompression
 from stretto.errors import ConfigurationError, JobError
 
 CALLS = {"cpu": 2, "cuda": 8}  # of a turn
+WARM_UP = 2  # rounds that do not count
+LONG_S = 0.05  # a turn that has lasted so long has been long enough to be timed
 DRAW = Draw.of_round(1, rank=0)
 Turn = Callable[[], float]  # seconds of one call
 
@@ -65,8 +67,10 @@ class Field:
         begin = time.perf_counter()
         for number in range(self.calls):
             call(number)
+            if time.perf_counter() - begin > LONG_S:
+                break
         self.settle()
-        return (time.perf_counter() - begin) / self.calls
+        return (time.perf_counter() - begin) / (number + 1)
 
 
 class Exchange:
@@ -133,8 +137,8 @@ def _machine() -> Machine:
 def measure_codec(word: str, settings: CompressSettings, field: Field) -> CompressRow:
     compression = compression_of(word)
     exchange = Exchange(compression, word, field, settings.workers)
-    turns = {"copy": lambda: field.timed(lambda i: field.spare[i].copy_(field.sources[i]))} | turns_of(compression, field)
-    seconds = alternate(turns | {"exchange": exchange.turn}, settings)
+    turns = copies(field) | turns_of(compression, field) | {"exchange": exchange.turn}
+    seconds = alternate(turns, settings)
     assert exchange.last is not None
     copy_s = statistics.median(seconds["copy"])
     timings = {what: timing(field.size, each, copy_s) for what, each in seconds.items()}
@@ -148,6 +152,7 @@ def measure_codec(word: str, settings: CompressSettings, field: Field) -> Compre
         bytes_sent=exchange.last.bytes_sent,
         bytes_uncompressed=uncompressed,
         copy=timings.pop("copy"),
+        clone=timings.pop("clone"),
         exchange=timings["exchange"],
         break_even_mbit=break_even_mbit(uncompressed, exchange.last.bytes_sent, timings.pop("exchange").median),
         calls=timings,
@@ -155,8 +160,16 @@ def measure_codec(word: str, settings: CompressSettings, field: Field) -> Compre
     )
 
 
+def copies(field: Field) -> dict[str, Turn]:
+    """Into memory that is there, and into new memory."""
+    return {
+        "copy": lambda: field.timed(lambda i: field.spare[i].copy_(field.sources[i])),
+        "clone": lambda: field.timed(lambda i: field.sources[i].clone()),
+    }
+
+
 def turns_of(compression: Compression, field: Field) -> dict[str, Turn]:
-    """What a codec can do by itself. A majority vote leaves no residual; compressions that drive their own rounds have nothing."""
+    """What a codec does by itself. A majority vote leaves no residual; compressions that drive their own rounds have no calls."""
     if not isinstance(compression, Codec):
         return {}
     codec, blocks = compression, compression.blocks(field.layout)
@@ -173,15 +186,18 @@ def turns_of(compression: Compression, field: Field) -> dict[str, Turn]:
 
 
 def alternate(turns: dict[str, Turn], settings: CompressSettings) -> dict[str, list[float]]:
-    """Each once per round, in rotating order."""
+    """Each once per round, in rotating order; as many rounds as were asked for, or as the limit allows."""
     names = list(turns)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(-settings.warm_up, settings.rounds):
+    for _ in range(WARM_UP):
+        begin = time.perf_counter()
+        for name in names:
+            turns[name]()
+        round_s = time.perf_counter() - begin
+    for number in range(min(settings.rounds, max(1, int(settings.limit_s / round_s)))):
         for offset in range(len(names)):
             name = names[(number + offset) % len(names)]
-            took = turns[name]()
-            if number >= 0:
-                seconds[name].append(took)
+            seconds[name].append(turns[name]())
     return seconds
 
 

@@ -3,7 +3,9 @@
 For n values (m = 4n bytes) and P workers, t the median over rounds:
 
     GB/s            m / t / 10^9, of encoding, decoding, ... and of a copy, which took turns with them
-    of a copy       t_copy / t          1 = as fast as copying the values
+    of a copy       t_copy / t          1 = as fast as copying the values into memory that is there. Decoding takes new memory,
+                    which a system may have to clear first: then a copy into new memory (`clone`) is as slow. The exchanges do
+                    not do that: they add what they decode to memory that is there.
     bits per value  8 * payload / n     payload: what a worker gives to collectives in a round, were it alone
     relative error  |x - C(x)| / |x|    C(x): what a worker gets back in its first round, were it alone
     contraction     1 - |x - C(x)|^2 / |x|^2
@@ -39,8 +41,9 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompressRow(msgspec.Struct, frozen=True, kw_only=True):
-    """`calls`: encode, decode, encode_residual and add_decoded, of a codec that has them. `quality`: by kind of values; empty where
-    what is handed out is a direction and not the gradient. `break_even_mbit`: None if it never pays."""
+    """`clone`: a copy into new memory. `calls`: encode, decode, encode_residual and add_decoded, of a codec that has them.
+    `quality`: by kind of values; empty where a direction is handed out and not the gradient. `break_even_mbit`: None if it never
+    pays."""
 
     size: int
     codec: str
@@ -49,16 +52,17 @@ class CompressRow(msgspec.Struct, frozen=True, kw_only=True):
     bytes_sent: int
     bytes_uncompressed: int
     copy: Timing
+    clone: Timing
     calls: dict[str, Timing]
     exchange: Timing
     quality: dict[str, Quality]
     break_even_mbit: float | None
 
-    def both_of_copy(self) -> float | None:
-        """Encoding and decoding, one after the other, against a copy."""
-        if not {"encode", "decode"} <= self.calls.keys():
+    def of_copy(self, *calls: str) -> float | None:
+        """These calls, one after the other, against a copy; None if there is no such call."""
+        if not self.calls.keys() >= set(calls):
             return None
-        return self.copy.median / (self.calls["encode"].median + self.calls["decode"].median)
+        return self.copy.median / sum(self.calls[call].median for call in calls)
 
 
 class CompressReport(msgspec.Struct, frozen=True, kw_only=True):

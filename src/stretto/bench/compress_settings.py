@@ -20,14 +20,15 @@ MAX_WORKERS = 64  # all of them, with their memories, are in this process
 
 
 class CompressSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`sizes`: bytes of float32 values. `codecs`: as a strategy would name them. `rates`: links to judge for, in Mbit/s."""
+    """`sizes`: bytes of float32 values. `codecs`: as a strategy would name them. `rates`: links to judge for, in Mbit/s.
+    `limit_s`: for one codec and size; where `rounds` would take longer there are fewer, at least one."""
 
     sizes: list[int]
     codecs: list[str]
     device: DeviceChoice = "cpu"
     workers: int = 4
     rounds: int = 11
-    warm_up: int = 2
+    limit_s: float = 60.0
     rates: tuple[float, ...] = (100.0, 1000.0, 10000.0)
     command: str = ""
 
@@ -42,6 +43,10 @@ def check(settings: CompressSettings) -> CompressSettings:
     if settings.rounds < 1:
         raise ConfigurationError(
             f"--rounds {settings.rounds}: there would be nothing to report. Write at least 1; 7 or more for a fair median."
+        )
+    if not 0 < settings.limit_s < float("inf"):
+        raise ConfigurationError(
+            f"--limit {settings.limit_s:g}: the seconds for one codec and size are a number above 0. Write --limit 60."
         )
     return settings
 

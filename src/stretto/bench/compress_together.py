@@ -28,7 +28,7 @@ PAST_WARM_UP = 1_000_000  # rounds, after which every warm-up is over
 
 
 class Spent(NamedTuple):
-    """In one round: the mean over workers of the time that they computed, what one gave to collectives, and the most that one sent."""
+    """Of one round: how long a worker computed (the mean over all), the most that one gave to collectives, and that one sent."""
 
     seconds: float
     bytes_given: int

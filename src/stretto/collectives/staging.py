@@ -41,17 +41,31 @@ class Staging:
         copy = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         return copy, lambda: _copy_back(tensor, copy)
 
-    def lend(self, flat: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool] | None, Callable[[], None] | None]:
-        """Like `borrow`, for a flat tensor and without waiting: host memory, when it is filled, how to bring it back."""
+    def lend(
+        self, flat: torch.Tensor, tail: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Callable[[], bool] | None, Callable[[], None] | None]:
+        """Like `borrow`, for a flat tensor and without waiting: host memory, when it is filled, how to bring it back.
+
+        `tail`: host memory that stands in for the last elements of a tensor on a GPU. Nobody has to wait for the GPU to read it.
+        """
         if flat.device.type != "cuda":
             return flat, None, None
         stream = self._stream(flat.device)
         host = self._take_pinned(flat)
         stream.wait_stream(torch.cuda.current_stream(flat.device))
+        body = flat if tail is None else flat[: flat.numel() - tail.numel()]
+        if tail is not None:
+            host[body.numel() :] = tail
         with torch.cuda.stream(stream):
-            host.copy_(flat, non_blocking=True)
+            host[: body.numel()].copy_(body, non_blocking=True)
             filled = stream.record_event()
-        return host, filled.query, lambda: self._back_to_cuda(flat, host, stream)
+
+        def bring_back() -> None:
+            if tail is not None:
+                tail.copy_(host[body.numel() :])
+            self._back_to_cuda(body, host, stream)
+
+        return host, filled.query, bring_back
 
     def _from_cuda(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         stream = self._stream(tensor.device)
@@ -66,7 +80,7 @@ class Staging:
 
     def _back_to_cuda(self, tensor: torch.Tensor, host: torch.Tensor, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
-            tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
+            tensor.detach().copy_(host[: tensor.numel()].view(tensor.shape), non_blocking=True)
             tensor.record_stream(stream)
             finished = stream.record_event()
         torch.cuda.current_stream(tensor.device).wait_event(finished)

@@ -90,7 +90,7 @@ class Int8(Codec):
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
         if _has_gpu_kernel(payload):
-            return self._decode_on_gpu(payload, blocks, torch.empty(blocks.num_elements, device=payload.device), adding=False)
+            return self._decode_on_gpu(payload, blocks, None)
         scales, codes = self._parts(payload, blocks)
         if not _has_kernel(payload):
             return decode_in_torch(scales, codes, blocks)
@@ -111,7 +111,7 @@ class Int8(Codec):
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
         if _has_gpu_kernel(payload):
-            self._decode_on_gpu(payload, blocks, total, adding=True)
+            self._decode_on_gpu(payload, blocks, total)
             return
         scales, codes = self._parts(payload, blocks)
         if not _has_kernel(payload):
@@ -121,13 +121,10 @@ class Int8(Codec):
 
         refuse(kernels.add_decoded(scales.numpy().view("u4"), codes.numpy(), blocks.bounds.numpy(), total.numpy()))
 
-    def _check_length(self, payload: Tensor, blocks: Blocks) -> None:
-        if len(payload) != self.num_bytes(blocks):
-            raise MalformedPayload(f"{len(payload)} bytes where {self.num_bytes(blocks)} must come")
-
     def _parts(self, payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """Scales (float32) and codes (bytes)."""
-        self._check_length(payload, blocks)
+        if len(payload) != self.num_bytes(blocks):
+            raise MalformedPayload(f"{len(payload)} bytes where {self.num_bytes(blocks)} must come")
         split = 4 * len(blocks)
         return payload[:split].clone().view(torch.float32), payload[split:]  # a copy: the payload may lie at an odd address
 
@@ -149,12 +146,10 @@ class Int8(Codec):
 
         return int8_cuda.encode(values, blocks, draw.own if self.stochastic else None, residual)
 
-    def _decode_on_gpu(self, payload: Tensor, blocks: Blocks, out: Tensor, *, adding: bool) -> Tensor:
+    def _decode_on_gpu(self, payload: Tensor, blocks: Blocks, total: Tensor | None) -> Tensor:
         from stretto.compress.kernels import int8_cuda
 
-        self._check_length(payload, blocks)
-        refuse(int8_cuda.decode(payload, blocks, out, adding))
-        return out
+        return int8_cuda.decode(payload, blocks, total)
 
 
 def encode_in_torch(values: Tensor, blocks: Blocks, uniform: Tensor | None) -> tuple[Tensor, Tensor]:

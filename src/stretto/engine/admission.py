@@ -120,9 +120,9 @@ def check_world(model: nn.Module, strategy: Strategy, job: Job) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and not torch.distributed.is_initialized():
             raise ConfigurationError(
-                f"SyncBatchNorm {name!r} synchronises through torch.distributed, which is not initialised: it would quietly be "
-                f'a plain BatchNorm.\nOn GPUs start the job with stretto.init(wire="nccl"); otherwise use nn.BatchNorm (each '
-                f"worker normalises its own batch) or nn.GroupNorm."
+                f"SyncBatchNorm {name!r} is torch's: it synchronises through torch.distributed, which is not initialised, and "
+                f"would quietly be a plain BatchNorm.\nWrite model = stretto.SyncBatchNorm.convert_sync_batchnorm(model), which "
+                f"works on CPU and GPU over this job; or use nn.GroupNorm."
             )
 
 

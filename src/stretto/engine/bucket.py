@@ -8,11 +8,15 @@ worker's `weight`; whether any gradient came `late` (after its bucket had left);
 `present` or has run out of data; whether a gradient that was to be compressed was `infinite` (or not a number); and for every
 parameter of the model whether it was `used`. The mean over workers is above zero if anybody said so. All of it rides along in a
 message that goes anyway; where gradients are compressed, what must be exact has a message of its own.
+
+Notes are for the host: beside a buffer on a GPU they lie in host memory, where the whole buffer travels from, and neither writing
+nor reading them waits for the GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +34,9 @@ from stretto.schedule.orders import Schedule
 
 PRECISE = (torch.float32, torch.float64)
 LARGE_BYTES = 64 << 10  # from here on a gradient is copied as soon as it is there: while it is in the cache, and to free it
+
+_HAS_GRAPH = attrgetter("requires_grad")  # asked of every gradient in every round: without a Python frame for each
+_IS_SPARSE = attrgetter("is_sparse")
 
 
 class Notes(NamedTuple):
@@ -55,6 +62,8 @@ class Bucket:
         device: torch.device,
         num_notes: int = 0,
         compression: Compression | None = None,
+        *,
+        notes_apart: bool = False,
     ) -> None:
         self.number = 0
         self.names = [name for name, _ in members]
@@ -62,7 +71,7 @@ class Bucket:
         self.num_gradient_elements = sum(parameter.numel() for parameter in self.parameters)
         self.flat = torch.zeros(self.num_gradient_elements + num_notes, dtype=dtype, device=device)
         self.views = _views(self.flat, self.parameters)
-        self.notes = self.flat[self.num_gradient_elements :]
+        self.notes = torch.zeros(num_notes, dtype=dtype) if notes_apart else self.flat[self.num_gradient_elements :]
         self.large = [view.nbytes >= LARGE_BYTES for view in self.views]
         self.fired = [False] * len(members)
         self.used = [True] * len(members)
@@ -104,15 +113,17 @@ class Bucket:
         gradients = [parameter.grad for parameter in self.parameters]
         self.used = [gradient is not None for gradient in gradients]
         absent = [view for view, gradient in zip(self.views, gradients, strict=True) if gradient is None]
-        moved = [(view, g) for view, g in zip(self.views, gradients, strict=True) if g is not None and g is not view]
-        for _, gradient in moved:
-            refuse_graph(gradient)
+        targets = [view for view, g in zip(self.views, gradients, strict=True) if g is not None and g is not view]
+        sources = [g for view, g in zip(self.views, gradients, strict=True) if g is not None and g is not view]
+        if any(map(_HAS_GRAPH, sources)):
+            refuse_graph(next(filter(_HAS_GRAPH, sources)))
+        if any(map(_IS_SPARSE, sources)):
+            sources = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in sources]
         with torch.no_grad():
             if absent:
                 torch._foreach_zero_(absent)
-            if moved:
-                sources = [gradient.to_dense() if gradient.is_sparse else gradient for _, gradient in moved]
-                torch._foreach_copy_([view for view, _ in moved], sources)
+            if targets:
+                torch._foreach_copy_(targets, sources)
 
     def let_go(self) -> None:
         for parameter in self.parameters:
@@ -125,14 +136,10 @@ class Bucket:
         if not all(used):
             self.notes[NUM_NOTES:].copy_(torch.tensor(used))
 
-    def read(self) -> tuple[Notes, list[bool]]:
-        """Of the closing bucket: what all workers have said, and for each parameter whether anybody has a gradient."""
+    def read(self) -> tuple[Notes, list[float]]:
+        """Of the closing bucket: what all workers have said, and for each parameter which share of them has a gradient."""
         values = self.notes.tolist()
-        return Notes(*values[:NUM_NOTES]), [value > 0 for value in values[NUM_NOTES:]]
-
-    def all_used_everywhere(self, world_size: int) -> bool:
-        """Of the closing bucket, once combined: whether every worker had a gradient for every parameter."""
-        return bool((self.notes[NUM_NOTES:] > 1.0 - 0.5 / world_size).all())
+        return Notes(*values[:NUM_NOTES]), values[NUM_NOTES:]
 
     def forget(self) -> None:
         """What its compression remembers."""
@@ -192,7 +199,10 @@ def make_buckets(
     named: Sequence[tuple[str, Tensor]], schedule: Schedule, device: torch.device, compress: Compression | None = None
 ) -> list[Bucket]:
     """Group parameters, in reverse order of registration (the order in which gradients come), one dtype, device and compression
-    to a bucket. The last one returned is the closing bucket; with a lossy compression it holds no gradients."""
+    to a bucket. The last one returned is the closing bucket; with a lossy compression it holds no gradients.
+
+    `device`: where the notes are to lie.
+    """
     compress = compress or NoCompression()
     groups = _group(named, schedule, compress)
     closing = next((group for group in reversed(groups) if group[0][1].dtype in PRECISE), None) if compress.lossless else None
@@ -201,7 +211,8 @@ def make_buckets(
     if closing is None:
         buckets.append(Bucket([], torch.float32, device, num_notes))
     else:
-        buckets.append(Bucket(closing, closing[0][1].dtype, closing[0][1].device, num_notes))
+        dtype, theirs = closing[0][1].dtype, closing[0][1].device
+        buckets.append(Bucket(closing, dtype, theirs, num_notes, notes_apart=theirs.type == "cuda" and device.type == "cpu"))
     for number, bucket in enumerate(buckets):
         bucket.number = number
     return buckets

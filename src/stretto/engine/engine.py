@@ -51,6 +51,7 @@ from stretto.observe.compute import tensors_in
 from stretto.session import Job
 from stretto.strategy import Strategy
 
+KEPT_BUFFERS: Final = 256  # in pinned memory: one for each bucket of a large model
 NO_TASK: Final = -1  # autograd's own number for "not in a backward"
 
 
@@ -92,7 +93,7 @@ class Engine:
         self._forgotten: tuple[Exported, Exported] = ({}, {})  # of parameters that have no place now: they may get one again
         self._unused_mean = False  # with a lossy compression: p.grad holds a mean that no step has used
         self._finite = FiniteCheck() if check_finite else None
-        self._staging = Staging()
+        self._staging = Staging(kept_buffers=KEPT_BUFFERS)
         self._native = strategy.aggregate.algorithm == "native"
         self._sends_early = not (strategy.schedule.waits_for_backward or self._native)  # torch's own need one order everywhere
         self._open = False  # a gradient of this round has come
@@ -140,7 +141,8 @@ class Engine:
         """What compressions remember is theirs by parameter, wherever that lies now."""
         own, shared = self.memory()
         rounds = self.compressed_rounds
-        self.buckets = make_buckets(self.dense, self.strategy.schedule, self.job.device, self.strategy.compress)
+        notes_on = self.job.device if self._native else torch.device("cpu")
+        self.buckets = make_buckets(self.dense, self.strategy.schedule, notes_on, self.strategy.compress)
         self.remember(own, shared, rounds)
 
     def memory(self) -> tuple[Exported, Exported]:
@@ -319,7 +321,7 @@ class Engine:
         if self._native:
             self.job.all_reduce(bucket.flat, "mean", "native")
             return
-        flat, ready, bucket.bring_back = self._staging.lend(bucket.flat)
+        flat, ready, bucket.bring_back = self._staging.lend(bucket.flat, bucket.notes if bucket is self.closing else None)
         name = (self.channel, self._first_number(bucket) & 0xFFFFFFFF)
         algorithm = self._algorithm(bucket.num_bytes)
         label = self._label + (self._rates() if bucket is self.closing else "")
@@ -407,7 +409,8 @@ class Engine:
             raise
 
     def _hand_out(self) -> Notes:
-        notes, used = self.closing.read()
+        notes, shares = self.closing.read()
+        used = [share > 0 for share in shares]
         if notes.failed:
             self._settle(good=False)
             self._give_up()
@@ -424,7 +427,7 @@ class Engine:
         self._unused_mean = self._compressing is not None and not notes.infinite
         for (_, parameter), view in zip(self.dense, self._views, strict=True):
             parameter.grad = view
-        self._look_closely |= not self.closing.all_used_everywhere(self.job.world_size)
+        self._look_closely |= min(shares, default=1.0) < 1.0 - 0.5 / self.job.world_size  # somebody had none
         if not all(used):
             for (_, parameter), somewhere in zip(self.dense, used, strict=True):
                 if not somewhere:

@@ -10,12 +10,13 @@ gradient are only read when that has been seen (`closely`).
 
 from __future__ import annotations
 
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+KIND = attrgetter("dtype", "device")
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -31,6 +32,8 @@ class Watch:
         self._norms = [module for module in modules if isinstance(module, _NormBase)]
         self._tables: list[Any] = [*children, *self._own]
         self._members_before = self._members()
+        firsts = (next(iter(table.values()), None) for table in self._own)
+        self._firsts = [p for p in firsts if p is not None]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._before, self._closely_before = self._look(), self._look_closely()
 
@@ -41,6 +44,8 @@ class Watch:
 
     def buffers(self) -> list[Tensor]:
         """As `model.buffers()`, of the modules that were there; one that is in two modules comes once."""
+        if not any(self._buffers):
+            return []
         found = {id(buffer): buffer for table in self._buffers for buffer in table.values() if buffer is not None}
         return list(found.values())
 
@@ -63,9 +68,9 @@ class Watch:
         return len(now) != len(before) or not all(map(is_, now, before))
 
     def _look(self) -> tuple[Any, ...]:
-        firsts = [next(iter(table.values()), None) for table in self._own]  # what converts a module converts all of it
+        """While the members are the same."""
         return (
-            [(p.dtype, p.device) for p in firsts if p is not None],
+            list(map(KIND, self._firsts)),  # what converts a module converts all of it
             any(self._empty),
             any(p.requires_grad for p in self._frozen),
         )

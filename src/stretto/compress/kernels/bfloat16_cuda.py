@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stretto.compress.kernels.cut_cuda import Pieces, cut_of, pieces_of
 from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
+from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.layout import Blocks
 
 TILE = 4096
@@ -45,9 +46,9 @@ def decode(halves: Tensor, out: Tensor, adding: bool) -> bool:
     """Write to `out`, or add to it; whether any was not finite. `halves`: int16. Waits for the device."""
     if not len(out):
         return False
-    problem = torch.zeros(1, dtype=torch.int32, device=out.device)
+    problem = new_flag(out.device)
     _decode[(triton.cdiv(len(out), TILE),)](halves, out, problem, len(out), ADDING=adding, TILE=TILE)
-    return bool(problem)
+    return bool(wait_for(problem, out.device))
 
 
 @triton.jit(do_not_specialize=["limit", "n"])
@@ -109,4 +110,4 @@ def _decode_at(halves, out, problem, at, mask, ADDING: tl.constexpr):
     if mask is not None:
         bad &= mask
     worst = tl.max(bad.to(tl.int32), 0)
-    tl.atomic_max(problem, worst, mask=worst > 0)
+    tl.store(problem, worst, mask=worst > 0)

@@ -31,29 +31,12 @@ class Cut:
     keys: Tensor
     byte_starts: Tensor
     num_packed: int
-    longest: int
+    num_elements: int
+    num_blocks: int
+    grid: tuple[int]  # of kernels that take rows
+    shape: dict[str, Any]  # of their tiles
     step: int
     made: dict[Any, Any] = field(default_factory=dict)  # what kernels add, by a key of their own
-
-    @property
-    def tile(self) -> int:
-        """Columns of a tile: for a whole block if it is not too long."""
-        return next((tile for tile in TILES if tile >= self.longest), ELEMENTS)
-
-    @property
-    def rows(self) -> int:
-        return ELEMENTS // self.tile
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.keys)
-
-    def shape(self) -> dict[str, Any]:
-        """A program's tile, for kernels that take rows."""
-        return {"ROWS": self.rows, "TILE": self.tile, "STEP": self.step, "WHOLE": self.longest <= self.tile}
-
-    def grid(self) -> tuple[int]:
-        return (-(-self.num_blocks // self.rows),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +58,24 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def cut_of(blocks: Blocks, device: torch.device) -> Cut:
     by_device: dict[torch.device, Cut] = _known.setdefault(blocks.bounds, {})  # type: ignore[no-untyped-call]
     if device not in by_device:
-        widths = (blocks.lengths + 7) // 8
-        by_device[device] = Cut(
-            *blocks.on(device),
-            byte_starts=(widths.cumsum(0) - widths).to(device),
-            num_packed=int(widths.sum()),
-            longest=max(blocks.lengths.tolist(), default=0),
-            step=1 if bool((blocks.bounds % VECTOR).any()) else VECTOR,
-        )
+        by_device[device] = _cut(blocks, device)
     return by_device[device]
+
+
+def _cut(blocks: Blocks, device: torch.device) -> Cut:
+    widths, longest = (blocks.lengths + 7) // 8, max(blocks.lengths.tolist(), default=0)
+    tile = next((tile for tile in TILES if tile >= longest), ELEMENTS)
+    rows, step = ELEMENTS // tile, 1 if bool((blocks.bounds % VECTOR).any()) else VECTOR
+    return Cut(
+        *blocks.on(device),
+        byte_starts=(widths.cumsum(0) - widths).to(device),
+        num_packed=int(widths.sum()),
+        num_elements=blocks.num_elements,
+        num_blocks=len(blocks),
+        grid=(-(-len(blocks) // rows),),
+        shape={"ROWS": rows, "TILE": tile, "STEP": step, "WHOLE": longest <= tile},
+        step=step,
+    )
 
 
 def pieces_of(lengths: Tensor, size: int, device: torch.device) -> Pieces:

@@ -16,9 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import int8
-from stretto.compress.kernels.cut_cuda import cut_of
+from stretto.compress.kernels.cut_cuda import Cut, cut_of
 from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
+from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.layout import Blocks
+from stretto.errors import MalformedPayload
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 LOWER, UPPER = tl.constexpr(int8.LOWER_BITS), tl.constexpr(~int8.LOWER_BITS)
@@ -33,21 +35,28 @@ def encode(values: Tensor, blocks: Blocks, stochastic_key: int | None, residual:
     payload = torch.empty(4 * len(blocks) + len(values), dtype=torch.uint8, device=values.device)
     if len(blocks):
         cut = cut_of(blocks, values.device)
-        _encode[cut.grid()](
+        _encode[cut.grid](
             values, payload, payload[: 4 * len(blocks)].view(torch.int32), cut.bounds, cut.keys, len(blocks),
-            as_argument(stochastic_key or 0), STOCHASTIC=stochastic_key is not None, RESIDUAL=residual, **cut.shape(),
+            as_argument(stochastic_key or 0), STOCHASTIC=stochastic_key is not None, RESIDUAL=residual, **cut.shape,
         )  # fmt: skip
     return payload
 
 
-def decode(payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> int:
-    """Write to `out`, or add to it. A number of `int8.PROBLEMS`: 0 if there is none. Waits for the device."""
-    if not len(blocks):
-        return 0
-    cut = cut_of(blocks, out.device)
-    problem = torch.zeros(1, dtype=torch.int32, device=out.device)
-    _decode[cut.grid()](payload, cut.bounds, out, problem, len(blocks), ADDING=adding, **cut.shape())
-    return int(problem)
+def decode(payload: Tensor, blocks: Blocks, total: Tensor | None) -> Tensor:
+    """Add to `total`, or write to a new vector. Waits for the device, and refuses what it could not decode."""
+    cut = cut_of(blocks, payload.device)
+    if len(payload) != 4 * cut.num_blocks + cut.num_elements:
+        raise MalformedPayload(f"{len(payload)} bytes where {4 * cut.num_blocks + cut.num_elements} must come")
+    out = torch.empty(cut.num_elements, device=payload.device) if total is None else total
+    int8.refuse(_decoded(payload, cut, out, adding=total is not None) if cut.num_blocks else 0)
+    return out
+
+
+def _decoded(payload: Tensor, cut: Cut, out: Tensor, *, adding: bool) -> int:
+    """A number of `int8.PROBLEMS`: 0 if there is none."""
+    problem = new_flag(out.device)
+    _decode[cut.grid](payload, cut.bounds, out, problem, cut.num_blocks, ADDING=adding, **cut.shape)
+    return wait_for(problem, out.device)
 
 
 @triton.jit(do_not_specialize=["key", "num_blocks"])
@@ -139,7 +148,7 @@ def _decode(
         for first in range(0, tl.max(lengths, 0), TILE):
             worst = tl.maximum(worst, _put(codes, out, starts[:, None], first + columns, lengths[:, None], scale, ADDING))
     worst = tl.maximum(worst, tl.max(tl.where(known, 0, BAD_SCALE), 0))
-    tl.atomic_max(problem, worst, mask=worst > 0)
+    tl.store(problem, worst, mask=worst > 0)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stretto.compress import bits
 from stretto.compress.kernels.cut_cuda import cut_of
+from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
@@ -29,8 +30,8 @@ def encode(values: Tensor, blocks: Blocks, scaled: bool, residual: bool) -> Tens
     payload = torch.empty(header + cut.num_packed, dtype=torch.uint8, device=values.device)
     scales = payload[:header].view(torch.float32)
     if len(blocks):
-        _encode[cut.grid()](
-            values, payload, scales, cut.bounds, cut.byte_starts, len(blocks), SCALED=scaled, RESIDUAL=residual, **cut.shape()
+        _encode[cut.grid](
+            values, payload, scales, cut.bounds, cut.byte_starts, len(blocks), SCALED=scaled, RESIDUAL=residual, **cut.shape
         )
     return payload
 
@@ -43,11 +44,9 @@ def decode(payload: Tensor, blocks: Blocks, scaled: bool, out: Tensor, adding: b
         raise MalformedPayload(f"{len(payload)} bytes came where {expected} must")
     if not len(blocks):
         return bits.FINE
-    problem = torch.zeros(1, dtype=torch.int32, device=out.device)
-    _decode[cut.grid()](
-        payload, cut.bounds, cut.byte_starts, out, problem, len(blocks), SCALED=scaled, ADDING=adding, **cut.shape()
-    )
-    return int(problem)
+    problem = new_flag(out.device)
+    _decode[cut.grid](payload, cut.bounds, cut.byte_starts, out, problem, len(blocks), SCALED=scaled, ADDING=adding, **cut.shape)
+    return wait_for(problem, out.device)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -119,7 +118,7 @@ def _decode(
     padding = tl.max(tl.where((last >> (lengths[:, None] % 8)) != 0, BAD_PADDING, 0), 1)
     sound = (scale >= 0) & (scale < float("inf"))
     worst = tl.max(tl.maximum(tl.where(lengths % 8 > 0, padding, 0), tl.where(sound, 0, BAD_SCALE)), 0)
-    tl.atomic_max(problem, worst, mask=worst > 0)
+    tl.store(problem, worst, mask=worst > 0)
 
 
 @triton.jit

@@ -1,19 +1,19 @@
 """The k largest of each block on a GPU, exactly as `top_k.largest_reference` chooses them, and no waiting for the device.
 
-Magnitudes are compared as integers, the bits without the sign. The k-th largest of a block (its *edge*) is enclosed more and more
-narrowly between two magnitudes, lo <= edge <= hi:
+Magnitudes are compared as integers, the bits without the sign. The k-th largest of a block (its *edge*) is enclosed more and
+more narrowly between two magnitudes, lo <= edge <= hi:
 
-    1. a sample of 16384 elements, one at random from each stretch of the block, gives lo and hi: with a margin of four deviations
+    1. a sample of 16384 elements, one at random from each stretch of the block, gives lo and hi, three deviations apart
     2. one pass over the block counts what is above hi, on hi and on lo, and what lies between them in bins of equal width. Few
        elements do, so adding one to a bin in the device's memory costs little; many equals (zeros, say) are on lo or hi
-    3. these counts say in which bin the edge lies: that is the new lo and hi. With a million bins for a large block the edge is
-       usually known now; where it is not, steps 2 and 3 are done again. Where the sample misled, lo or hi is moved away and they
-       are too. They are launched as often as any values need, and return at once where lo = hi
-    4. one pass counts, in every piece of a block, what is above the edge and on it; sums of these say where a piece writes
-    5. one pass writes the payload: everything above the edge, and of what is on it the first, until there are k
+    3. these counts say in which bin the edge lies: that is the new lo and hi. There are so many bins that the edge is usually
+       known now. Where it is not, or the sample misled, steps 2 and 3 are done again, with fewer bins. They are launched as often
+       as any values need, and return at once where lo = hi
+    4. one pass marks, a bit each, what reaches the edge, and counts in every piece what is above it and on it
+    5. sums of these counts say where a piece writes: everything above the edge, and of what is on it the first, until there are k
 
-So the sample decides how long it takes and never what is chosen: as a rule three passes over the values, none of which
-writes more than the payload. Memory: up to a quarter of a byte per value and level for the bins, and 28 bytes per piece.
+So the sample decides how long it takes and never what is chosen: as a rule two passes over the values, and one over their marks.
+Memory while it runs: up to 2 bytes per value for bins (a quarter in large blocks), and half a byte for marks.
 """
 
 # What Triton compiles has no types.
@@ -32,16 +32,20 @@ from torch import Tensor
 from stretto.compress import sparse_format
 from stretto.compress.kernels.cut_cuda import Cut, Pieces, cut_of, pieces_of
 from stretto.compress.kernels.draw_cuda import as_argument, bits_of
+from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import word_at
 from stretto.compress.layout import Blocks
 from stretto.compress.sparse_format import Form
 from stretto.errors import MalformedPayload
 
 PIECE = 4096  # elements of a block that one program takes
+NUM_WARPS = 8  # of it: with fewer, a thread has so many elements that few programs fit into a processor
 SAMPLE = 16384
-DEVIATIONS = 4.0
-GROUP_BITS = 10  # bins are counted in 1024 groups too: first the group is found, then the bin
-FEWEST_BIN_BITS, MOST_BIN_BITS = 12, 20
+DEVIATIONS = 3.0
+LEAST_BIN_BITS, MOST_BIN_BITS = 12, 22  # the logarithm of the number of bins
+GROUP = 1024  # bins are added up in groups of so many: first the group is found, then the bin
+MOST_GROUPS = 1 << 12
+NUM_LEVELS = 4  # lo and hi are moved so often at most: once for the sample, and until 31 bits are known, 12 at a time
 MAGNITUDE, LARGEST = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F7FFFFF)
 BAD_COUNT, BAD_INDEX, BAD_PADDING = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # places in sparse_format.PROBLEMS
 BAD_BITMAP, NOT_FINITE = tl.constexpr(4), tl.constexpr(5)
@@ -60,10 +64,12 @@ class Plan:
     value_starts: Tensor
     bitmap_starts: Tensor  # in bytes of the payload
     ranks: Tensor  # 2 per block: which of the sample's largest are hi and lo; 0: none
-    bin_bits: Tensor  # the logarithm of how many bins there are; 0: none
+    bin_bits: Tensor  # the logarithm of how many bins there are at first
     bin_starts: Tensor
     all_bins: int
-    num_levels: int
+    few_bits: Tensor  # and later
+    few_starts: Tensor
+    any_large: bool
     pieces: Pieces
     first_pieces: Tensor  # one more than there are blocks
     chosen: Pieces  # of what is chosen, instead of elements
@@ -85,14 +91,21 @@ def encode(values: Tensor, blocks: Blocks, fraction: float, key: int, residual: 
     payload = torch.empty(plan.form.num_bytes, dtype=torch.uint8, device=values.device)
     if len(blocks):
         edges = _edges(values, plan, key)
-        tallies = torch.empty(2, len(plan.pieces.owners), dtype=torch.int32, device=values.device)
         num = len(plan.pieces.owners)
-        _tally[(num,)](values, plan.bounds, *plan.pieces.columns, edges, tallies, num, PIECE=PIECE, STEP=plan.step)
+        tallies = torch.empty(2, num, dtype=torch.int32, device=values.device)
+        marks = torch.empty(num * (PIECE // 8), dtype=torch.int32, device=values.device)
+        pieces, shape = plan.pieces.columns, {"PIECE": PIECE, "num_warps": NUM_WARPS}
+        _mark[(num,)](values, plan.bounds, *pieces, edges, tallies, marks, num, STEP=plan.step, **shape)
+        sums = torch.empty(2, num + 1, dtype=torch.int64, device=values.device)
+        _add_up[(2,)](tallies, sums, num, WIDTH=4096, num_warps=8)
+        _unmark[(num,)](
+            values, plan.bounds, *pieces, plan.first_pieces, edges, sums, marks, plan.counts, num, STEP=plan.step, **shape
+        )
         words = payload[: sum(plan.form.sections[:3])].view(torch.int32)
         _write[(num,)](
-            values, payload, words, plan.bounds, *plan.pieces.columns, plan.first_pieces, edges, tallies, tallies.cumsum(1),
-            plan.counts, plan.list_numbers, plan.index_starts, plan.value_starts, plan.bitmap_starts, num,
-            RESIDUAL=residual, BITMAPS=plan.any_bitmapped, PIECE=PIECE, STEP=plan.step,
+            values, payload, words, plan.bounds, *pieces, plan.first_pieces, sums, marks, plan.counts,
+            plan.list_numbers, plan.index_starts, plan.value_starts, plan.bitmap_starts, num,
+            RESIDUAL=residual, BITMAPS=plan.any_bitmapped, PIECE=PIECE,
         )  # fmt: skip
     return payload
 
@@ -110,7 +123,7 @@ def add_decoded(payload: Tensor, blocks: Blocks, fraction: float, total: Tensor)
 
 def _added(payload: Tensor, plan: Plan, out: Tensor) -> int:
     """0, or 1 + a place in `sparse_format.PROBLEMS`."""
-    problem = torch.zeros(1, dtype=torch.int32, device=out.device)
+    problem = new_flag(out.device)
     _read_lists[(len(plan.chosen.owners),)](
         payload, out, plan.bounds, *plan.chosen.columns, plan.counts, plan.list_numbers, plan.index_starts, plan.value_starts,
         problem, PIECE=PIECE,
@@ -123,14 +136,14 @@ def _added(payload: Tensor, plan: Plan, out: Tensor) -> int:
             payload, out, plan.bounds, *plan.pieces.columns, plan.first_pieces, ones, ones.cumsum(0), plan.counts,
             plan.list_numbers, plan.value_starts, plan.bitmap_starts, problem, PIECE=PIECE,
         )  # fmt: skip
-    return int(problem)
+    return wait_for(problem, out.device)
 
 
 def _plan(form: Form, cut: Cut) -> Plan:
     device, lengths, counts, listed = cut.bounds.device, form.blocks.lengths, form.counts, ~form.bitmapped
     maps = sparse_format.bitmap_bytes(lengths) * form.bitmapped
     bin_bits = _bin_bits(lengths)
-    bins = torch.where(bin_bits > 0, 1 << bin_bits, 0)
+    bins, few = 1 << bin_bits, torch.full_like(bin_bits, LEAST_BIN_BITS)
     num_listed, num_indices = form.sections[0] // 4, form.sections[1] // 4
     pieces = (lengths + PIECE - 1) // PIECE
     return Plan(
@@ -142,11 +155,13 @@ def _plan(form: Form, cut: Cut) -> Plan:
         index_starts=(num_listed + _before(counts * listed)).to(device),
         value_starts=(num_listed + num_indices + _before(counts)).to(device),
         bitmap_starts=(sum(form.sections[:3]) + _before(maps)).to(device),
-        ranks=torch.tensor([_ranks(n, k) for n, k in zip(lengths.tolist(), counts.tolist(), strict=True)]).to(device),
+        ranks=_ranks(lengths, counts).to(device),
         bin_bits=bin_bits.to(torch.int32).to(device),
         bin_starts=_before(bins).to(device),
         all_bins=int(bins.sum()),
-        num_levels=_num_levels(bin_bits),
+        few_bits=few.to(torch.int32).to(device),
+        few_starts=_before(1 << few).to(device),
+        any_large=bool((lengths > SAMPLE).any()),
         pieces=pieces_of(lengths, PIECE, device),
         first_pieces=torch.cat([torch.zeros(1, dtype=torch.int64), pieces.cumsum(0)]).to(device),
         chosen=pieces_of(counts, PIECE, device),
@@ -159,22 +174,21 @@ def _before(sizes: Tensor) -> Tensor:
 
 
 def _bin_bits(lengths: Tensor) -> Tensor:
-    """A bin for every 16 elements or so. None for blocks that are in the sample as a whole."""
-    bits = [(n // 16).bit_length() if n > SAMPLE else 0 for n in lengths.tolist()]
-    return torch.tensor([min(MOST_BIN_BITS, max(FEWEST_BIN_BITS, num)) if num else 0 for num in bits])
+    """A bin for every 2 to 4 elements; the fewest for blocks that are in the sample as a whole, and need none."""
+    bits = [(n // 4).bit_length() if n > SAMPLE else 0 for n in lengths.tolist()]
+    return torch.tensor(bits, dtype=torch.int64).clamp_(LEAST_BIN_BITS, MOST_BIN_BITS)
 
 
-def _num_levels(bin_bits: Tensor) -> int:
-    """How often lo and hi may have to be moved: once for the sample, and until 31 bits are known."""
-    some = [num for num in bin_bits.tolist() if num]
-    return 1 + -(-31 // min(some)) if some else 0
+def _ranks(lengths: Tensor, counts: Tensor) -> Tensor:
+    ranks = [_ranks_of(n, k) for n, k in zip(lengths.tolist(), counts.tolist(), strict=True)]
+    return torch.tensor(ranks, dtype=torch.int64)
 
 
-def _ranks(n: int, k: int) -> tuple[int, int]:
+def _ranks_of(n: int, k: int) -> tuple[int, int]:
     if n <= SAMPLE:
         return k, k
     expected = SAMPLE * k / n
-    margin = DEVIATIONS * math.sqrt(expected) + 4
+    margin = DEVIATIONS * math.sqrt(expected) + 2
     upper, lower = int(expected - margin), math.ceil(expected + margin)
     return max(upper, 0), lower if lower <= SAMPLE else 0
 
@@ -184,19 +198,22 @@ def _edges(values: Tensor, plan: Plan, key: int) -> Tensor:
     num_blocks, num_pieces, device = len(plan.counts), len(plan.pieces.owners), values.device
     window = torch.empty(num_blocks, 2, dtype=torch.int32, device=device)
     _guess[(num_blocks,)](values, plan.bounds, plan.ranks, as_argument(key), window, SAMPLE=SAMPLE, num_warps=16)
-    if plan.num_levels == 0:
+    if not plan.any_large:
         return window
-    bins = torch.zeros(plan.num_levels, plan.all_bins, dtype=torch.int32, device=device)
-    groups = torch.zeros(plan.num_levels, num_blocks << GROUP_BITS, dtype=torch.int32, device=device)
+    few = num_blocks << LEAST_BIN_BITS
+    bins = torch.zeros(plan.all_bins + (NUM_LEVELS - 1) * few, dtype=torch.int32, device=device)
     tallies = torch.empty(3, num_pieces, dtype=torch.int32, device=device)
-    for level in range(plan.num_levels):
+    for level in range(NUM_LEVELS):
+        of_level = bins[plan.all_bins + (level - 1) * few :] if level else bins
+        bits, starts = (plan.few_bits, plan.few_starts) if level else (plan.bin_bits, plan.bin_starts)
         _count[(num_pieces,)](
-            values, plan.bounds, *plan.pieces.columns, window, plan.bin_bits, plan.bin_starts, bins[level], groups[level],
-            tallies, num_pieces, GROUP_BITS=GROUP_BITS, PIECE=PIECE, STEP=plan.step,
+            values, plan.bounds, *plan.pieces.columns, window, bits, starts, of_level, tallies, num_pieces, PIECE=PIECE,
+            num_warps=NUM_WARPS,
         )  # fmt: skip
+        groups = of_level if level else bins[: plan.all_bins].view(-1, GROUP).sum(1, dtype=torch.int32)
         _narrow[(num_blocks,)](
-            window, plan.counts, plan.bin_bits, plan.bin_starts, bins[level], groups[level], tallies, plan.first_pieces,
-            num_pieces, GROUP_BITS=GROUP_BITS,
+            window, plan.counts, bits, starts, of_level, groups, tallies, plan.first_pieces, num_pieces,
+            GROUP=1 if level else GROUP, GROUP_SPAN=GROUP, MOST_GROUPS=MOST_GROUPS, num_warps=8,
         )  # fmt: skip
     return window
 
@@ -216,17 +233,18 @@ def _guess(values, bounds, ranks, key, window, SAMPLE: tl.constexpr):
     magnitude = tl.where(index < n, magnitude, -1)
     upper, lower = tl.load(ranks + 2 * block), tl.load(ranks + 2 * block + 1)
     high, low = 0, 0
-    for step in range(31):  # bit by bit the largest number that so many reach
+    for step in range(31):  # bit by bit the largest number that so many reach; both counts in one sum
         bit = 1 << (30 - step)
-        high = tl.where(tl.sum((magnitude >= (high | bit)).to(tl.int32), 0) >= upper, high | bit, high)
-        low = tl.where(tl.sum((magnitude >= (low | bit)).to(tl.int32), 0) >= lower, low | bit, low)
+        both = tl.sum((magnitude >= (high | bit)).to(tl.int32) + ((magnitude >= (low | bit)).to(tl.int32) << 16), 0)
+        high = tl.where((both & 0xFFFF) >= upper, high | bit, high)
+        low = tl.where((both >> 16) >= lower, low | bit, low)
     tl.store(window + 2 * block, tl.where(lower == 0, 0, low))
     tl.store(window + 2 * block + 1, tl.where(upper == 0, LARGEST, high))
 
 
 @triton.jit
 def _piece(values, bounds, owners, firsts, PIECE: tl.constexpr, STEP: tl.constexpr):
-    """Of this program's piece: pointers to its elements, their bits, and magnitudes: -1 beyond the end of the block."""
+    """Of this program's piece the elements' bits, and magnitudes: -1 beyond the end of the block."""
     block = tl.load(owners + tl.program_id(0))
     stop = tl.load(bounds + block + 1)
     first = tl.multiple_of(tl.load(bounds + block), STEP) + tl.multiple_of(tl.load(firsts + tl.program_id(0)), PIECE)
@@ -235,7 +253,7 @@ def _piece(values, bounds, owners, firsts, PIECE: tl.constexpr, STEP: tl.constex
         bits = tl.load(values + at).to(tl.int32, bitcast=True)
     else:
         bits = tl.load(values + at, mask=at < stop, other=0.0).to(tl.int32, bitcast=True)
-    return values + at, bits, tl.where(at < stop, bits & MAGNITUDE, -1)
+    return bits, tl.where(at < stop, bits & MAGNITUDE, -1)
 
 
 @triton.jit
@@ -248,40 +266,38 @@ def _width(low, high, bin_bits):
 
 
 @triton.jit(do_not_specialize=["num_pieces"])
-def _count(
-    values, bounds, owners, firsts, window, bin_bits, bin_starts, bins, groups, tallies, num_pieces,
-    GROUP_BITS: tl.constexpr, PIECE: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+def _count(values, bounds, owners, firsts, window, bin_bits, bin_starts, bins, tallies, num_pieces, PIECE: tl.constexpr):
     piece = tl.program_id(0)
     block = tl.load(owners + piece)
     low, high = tl.load(window + 2 * block), tl.load(window + 2 * block + 1)
     if low != high:
-        _at, _bits, magnitude = _piece(values, bounds, owners, firsts, PIECE, STEP)
+        # One element at a time: threads would exchange elements before they add to bins, if they had read several side by side.
+        _bits, magnitude = _piece(values, bounds, owners, firsts, PIECE, 1)
         tl.store(tallies + piece, tl.sum((magnitude > high).to(tl.int32), 0))
         tl.store(tallies + num_pieces + piece, tl.sum((magnitude == high).to(tl.int32), 0))
         tl.store(tallies + 2 * num_pieces + piece, tl.sum((magnitude == low).to(tl.int32), 0))
         between = (magnitude > low) & (magnitude < high)
-        here = tl.load(bin_bits + block)
-        number = (magnitude - low - 1) >> _width(low, high, here)
+        number = (magnitude - low - 1) >> _width(low, high, tl.load(bin_bits + block))
         tl.atomic_add(bins + tl.load(bin_starts + block) + number, 1, mask=between, sem="relaxed")
-        tl.atomic_add(groups + (block << GROUP_BITS) + (number >> (here - GROUP_BITS)), 1, mask=between, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_pieces"])
-def _narrow(window, counts, bin_bits, bin_starts, bins, groups, tallies, first_pieces, num_pieces, GROUP_BITS: tl.constexpr):
+def _narrow(
+    window, counts, bin_bits, bin_starts, bins, groups, tallies, first_pieces, num_pieces,
+    GROUP: tl.constexpr, GROUP_SPAN: tl.constexpr, MOST_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """`groups`: sums of GROUP bins each."""
     block = tl.program_id(0)
     low, high = tl.load(window + 2 * block), tl.load(window + 2 * block + 1)
     if low != high:
-        k = tl.load(counts + block)
-        first, last = tl.load(first_pieces + block), tl.load(first_pieces + block + 1)
-        above, on_high = _total(tallies, first, last), _total(tallies + num_pieces, first, last)
-        on_low = _total(tallies + 2 * num_pieces, first, last)
-        here = tl.load(bin_bits + block)
-        per_group, shift = 1 << (here - GROUP_BITS), _width(low, high, here)
-        group, before, between = _reached(groups + (block << GROUP_BITS), 1 << GROUP_BITS, above + on_high, k, 1 << GROUP_BITS)
-        begin = tl.load(bin_starts + block) + tl.maximum(group, 0) * per_group
-        number, _before, _all = _reached(bins + begin, per_group, before, k, 1 << GROUP_BITS)
-        bottom = low + 1 + ((group * per_group + number) << shift)
+        k, here, start = tl.load(counts + block), tl.load(bin_bits + block), tl.load(bin_starts + block)
+        above, on_high, on_low = _totals(tallies, tl.load(first_pieces + block), tl.load(first_pieces + block + 1), num_pieces)
+        shift = _width(low, high, here)
+        group, before, between = _reached(groups + start // GROUP, (1 << here) // GROUP, above + on_high, k, MOST_GROUPS)
+        number = 0
+        if GROUP > 1:
+            number, _before, _all = _reached(bins + start + tl.maximum(group, 0) * GROUP, GROUP, before, k, GROUP_SPAN)
+        bottom = low + 1 + ((group * GROUP + number) << shift)
         top = tl.minimum(bottom + (1 << shift) - 1, high - 1)
         if above >= k:  # the sample misled
             bottom, top = high + 1, LARGEST + 0
@@ -297,12 +313,15 @@ def _narrow(window, counts, bin_bits, bin_starts, bins, groups, tallies, first_p
 
 
 @triton.jit
-def _total(tallies, first, last):
-    total = tl.zeros((1024,), tl.int32)
-    for at in range(first, last, 1024):
-        index = at + tl.arange(0, 1024)
-        total += tl.load(tallies + index, mask=index < last, other=0)
-    return tl.sum(total.to(tl.int64), 0)
+def _totals(tallies, first, last, num_pieces):
+    """Of the three tallies, over these pieces."""
+    above, on_high, on_low = tl.zeros((2048,), tl.int32), tl.zeros((2048,), tl.int32), tl.zeros((2048,), tl.int32)
+    for at in range(first, last, 2048):
+        index = at + tl.arange(0, 2048)
+        above += tl.load(tallies + index, mask=index < last, other=0)
+        on_high += tl.load(tallies + num_pieces + index, mask=index < last, other=0)
+        on_low += tl.load(tallies + 2 * num_pieces + index, mask=index < last, other=0)
+    return tl.sum(above.to(tl.int64), 0), tl.sum(on_high.to(tl.int64), 0), tl.sum(on_low.to(tl.int64), 0)
 
 
 @triton.jit
@@ -319,54 +338,109 @@ def _reached(bins, num, above, k, MOST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_pieces"])
-def _tally(values, bounds, owners, firsts, edges, tallies, num_pieces, PIECE: tl.constexpr, STEP: tl.constexpr):
-    """Of each piece, how many are above the edge, and how many are on it."""
+def _mark(values, bounds, owners, firsts, edges, tallies, marks, num_pieces, PIECE: tl.constexpr, STEP: tl.constexpr):
+    """Of each piece the marks of all that reach the edge, and how many are above it, and on it."""
     piece = tl.program_id(0)
     edge = tl.load(edges + 2 * tl.load(owners + piece))
-    _at, _bits, magnitude = _piece(values, bounds, owners, firsts, PIECE, STEP)
-    tl.store(tallies + piece, tl.sum((magnitude > edge).to(tl.int32), 0))
-    tl.store(tallies + num_pieces + piece, tl.sum((magnitude == edge).to(tl.int32), 0))
+    _bits, magnitude = _piece(values, bounds, owners, firsts, PIECE, STEP)
+    both = tl.sum((magnitude > edge).to(tl.int32) + ((magnitude == edge).to(tl.int32) << 16), 0)
+    tl.store(tallies + piece, both & 0xFFFF)
+    tl.store(tallies + num_pieces + piece, both >> 16)
+    tl.store(marks + piece * (PIECE // 8) + tl.arange(0, PIECE // 8), _marks(magnitude >= edge, PIECE))
+
+
+@triton.jit
+def _marks(flags, PIECE: tl.constexpr):
+    """A word for every eight flags: themselves, the first in the lowest bit, and above them how many are set before."""
+    eights = tl.sum(tl.reshape(flags.to(tl.int32), (PIECE // 8, 8)) << tl.arange(0, 8)[None, :], 1)
+    ones = _num_ones(eights)
+    return eights | ((tl.cumsum(ones, 0) - ones) << 8)
+
+
+@triton.jit
+def _num_ones(byte):
+    byte -= (byte >> 1) & 0x55
+    byte = (byte & 0x33) + ((byte >> 2) & 0x33)
+    return (byte + (byte >> 4)) & 0x0F
+
+
+@triton.jit(do_not_specialize=["num_pieces"])
+def _add_up(tallies, sums, num_pieces, WIDTH: tl.constexpr):
+    """sums[r, i] = tallies[r, 0] + ... + tallies[r, i - 1], for i up to num_pieces."""
+    tallies, sums = tallies + tl.program_id(0) * num_pieces, sums + tl.program_id(0) * (num_pieces + 1)
+    total = tl.zeros((), tl.int64)
+    for first in range(0, num_pieces, WIDTH):
+        index = first + tl.arange(0, WIDTH)
+        held = tl.load(tallies + index, mask=index < num_pieces, other=0)
+        tl.store(sums + index, total + tl.cumsum(held, 0) - held, mask=index < num_pieces)
+        total += tl.sum(held, 0)
+    tl.store(sums + num_pieces, total)
+
+
+@triton.jit(do_not_specialize=["num_pieces"])
+def _unmark(
+    values, bounds, owners, firsts, first_pieces, edges, sums, marks, counts, num_pieces, PIECE: tl.constexpr, STEP: tl.constexpr
+):
+    """Where more are on the edge than are chosen, leave the marks of the first alone. (Of few pieces, unless many are equal.)"""
+    piece = tl.program_id(0)
+    block = tl.load(owners + piece)
+    first_piece, next_piece = tl.load(first_pieces + block), tl.load(first_pieces + block + 1)
+    on_edge = sums + num_pieces + 1
+    on, until = tl.load(on_edge + piece), tl.load(on_edge + piece + 1)
+    spare = tl.load(counts + block) - (tl.load(sums + next_piece) - tl.load(sums + first_piece))  # so many on the edge are chosen
+    spare += tl.load(on_edge + first_piece) - on  # of them in this piece and later
+    if (until > on) & (until - on > spare):
+        edge = tl.load(edges + 2 * block)
+        _bits, magnitude = _piece(values, bounds, owners, firsts, PIECE, STEP)
+        equal = (magnitude == edge).to(tl.int32)
+        chosen = (magnitude > edge) | ((equal > 0) & (tl.cumsum(equal, 0) <= spare))
+        tl.store(marks + piece * (PIECE // 8) + tl.arange(0, PIECE // 8), _marks(chosen, PIECE))
+
+
+@triton.jit(do_not_specialize=["num_pieces"])
+def _write(
+    values, payload, words, bounds, owners, firsts, first_pieces, sums, marks, counts, list_numbers, index_starts,
+    value_starts, bitmap_starts, num_pieces, RESIDUAL: tl.constexpr, BITMAPS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    piece = tl.program_id(0)
+    block, first = tl.load(owners + piece), tl.load(firsts + piece)
+    first_piece, next_piece = tl.load(first_pieces + block), tl.load(first_pieces + block + 1)
+    start_above, on_edge = tl.load(sums + first_piece), sums + num_pieces + 1
+    above, on = tl.load(sums + piece) - start_above, tl.load(on_edge + piece) - tl.load(on_edge + first_piece)
+    k, list_number = tl.load(counts + block), tl.load(list_numbers + block)
+    spare = k - (tl.load(sums + next_piece) - start_above)
+
+    row = tl.arange(0, PIECE // 8)
+    mark = tl.load(marks + piece * (PIECE // 8) + row)
+    before = above + tl.minimum(on, spare)
+    left, rank = mark & 0xFF, mark >> 8
+    at = values + (tl.load(bounds + block) + first) + 8 * row
+    value_words = words + (tl.load(value_starts + block) + before)
+    index_words = words + (tl.load(index_starts + block) + before)
+    while tl.max(left, 0) > 0:  # of every eight the first that is left: where few are chosen, few rounds
+        bit = ((left & 0xF) == 0).to(tl.int32) * 4
+        bit += (((left >> bit) & 3) == 0).to(tl.int32) * 2
+        bit += (((left >> bit) & 1) == 0).to(tl.int32)
+        some = left > 0
+        bits = tl.load(at + bit, mask=some).to(tl.int32, bitcast=True)
+        tl.store(value_words + rank, bits, mask=some)
+        tl.store(index_words + rank, first.to(tl.int32) + 8 * row + bit, mask=some & (list_number >= 0))
+        if RESIDUAL:
+            tl.store(at + bit, tl.zeros((PIECE // 8,), tl.float32), mask=some)
+        rank += 1
+        left &= left - 1
+    tl.store(words + list_number, k.to(tl.int32), mask=(list_number >= 0) & (piece == first_piece))
+    if BITMAPS:
+        byte = first // 8 + row
+        n = tl.load(bounds + block + 1) - tl.load(bounds + block)
+        wanted = (byte < (n + 7) // 8) & (list_number < 0)
+        tl.store(payload + tl.load(bitmap_starts + block) + byte, mark.to(tl.uint8), mask=wanted)
 
 
 @triton.jit
 def _until(sums, tallies, piece):
     """How many all pieces before this one have."""
     return tl.load(sums + piece) - tl.load(tallies + piece)
-
-
-@triton.jit(do_not_specialize=["num_pieces"])
-def _write(
-    values, payload, words, bounds, owners, firsts, first_pieces, edges, tallies, sums, counts, list_numbers, index_starts,
-    value_starts, bitmap_starts, num_pieces,
-    RESIDUAL: tl.constexpr, BITMAPS: tl.constexpr, PIECE: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    piece = tl.program_id(0)
-    block = tl.load(owners + piece)
-    first_piece, last_piece = tl.load(first_pieces + block), tl.load(first_pieces + block + 1) - 1
-    start_above, start_on = _until(sums, tallies, first_piece), _until(sums + num_pieces, tallies + num_pieces, first_piece)
-    above, on = _until(sums, tallies, piece) - start_above, _until(sums + num_pieces, tallies + num_pieces, piece) - start_on
-    k, edge, list_number = tl.load(counts + block), tl.load(edges + 2 * block), tl.load(list_numbers + block)
-    spare = k - (tl.load(sums + last_piece) - start_above)  # so many on the edge are chosen
-
-    at, bits, magnitude = _piece(values, bounds, owners, firsts, PIECE, STEP)
-    here = tl.load(tallies + num_pieces + piece)
-    chosen = magnitude >= tl.where(on < spare, edge, edge + 1)
-    if (on < spare) & (on + here > spare):  # some on the edge are chosen, and others in the same piece are not
-        on_edge = (magnitude == edge).to(tl.int32)
-        chosen &= (on_edge == 0) | (on + tl.cumsum(on_edge, 0) <= spare)
-    rank = above + tl.minimum(on, spare) + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    index = tl.load(firsts + piece) + tl.arange(0, PIECE)
-    tl.store(words + tl.load(value_starts + block) + rank, bits, mask=chosen)
-    tl.store(words + tl.load(index_starts + block) + rank, index.to(tl.int32), mask=chosen & (list_number >= 0))
-    tl.store(words + list_number, k.to(tl.int32), mask=(list_number >= 0) & (piece == first_piece))
-    if BITMAPS:
-        ones = tl.sum(tl.reshape(chosen.to(tl.int32), (PIECE // 8, 8)) << tl.arange(0, 8)[None, :], 1)
-        byte = tl.load(firsts + piece) // 8 + tl.arange(0, PIECE // 8)
-        n = tl.load(bounds + block + 1) - tl.load(bounds + block)
-        wanted = (byte < (n + 7) // 8) & (list_number < 0)
-        tl.store(payload + tl.load(bitmap_starts + block) + byte, ones.to(tl.uint8), mask=wanted)
-    if RESIDUAL:
-        tl.store(at, tl.zeros((PIECE,), tl.float32), mask=chosen)
 
 
 @triton.jit
@@ -397,7 +471,7 @@ def _read_lists(
         _add(out + start + index, value, right)
         worst = tl.maximum(worst, tl.max(tl.where(right | (j >= k), 0, BAD_INDEX), 0))
         worst = tl.maximum(worst, tl.where(word_at(payload, list_number, first == 0) != tl.where(first == 0, k, 0), BAD_COUNT, 0))
-    tl.atomic_max(problem, worst, mask=worst > 0)
+    tl.store(problem, worst, mask=worst > 0)
 
 
 @triton.jit
@@ -408,9 +482,7 @@ def _count_ones(payload, bounds, owners, firsts, list_numbers, bitmap_starts, on
     byte = tl.load(firsts + piece) // 8 + tl.arange(0, PIECE // 8)
     mask = (byte < (n + 7) // 8) & (tl.load(list_numbers + block) < 0)
     eights = tl.load(payload + tl.load(bitmap_starts + block) + byte, mask=mask, other=0).to(tl.int32)
-    eights -= (eights >> 1) & 0x55
-    eights = (eights & 0x33) + ((eights >> 2) & 0x33)
-    tl.store(ones + piece, tl.sum((eights + (eights >> 4)) & 0x0F, 0))
+    tl.store(ones + piece, tl.sum(_num_ones(eights), 0))
 
 
 @triton.jit
@@ -434,4 +506,4 @@ def _read_bitmaps(
         _add(out + start + index, value, right)
         worst = tl.max(tl.where((one > 0) & (start + index >= stop), BAD_PADDING, 0), 0)
         worst = tl.maximum(worst, tl.where(tl.load(sums + last_piece) - begin != k, BAD_BITMAP, 0))
-        tl.atomic_max(problem, worst, mask=worst > 0)
+        tl.store(problem, worst, mask=worst > 0)

@@ -1,0 +1,101 @@
+"""docs/compression.md: its pictures and its table are those of the code, and nothing that can be written is left out."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from compress.together import Workers
+from stretto import recipes
+from stretto.compress.codec import Compression
+from stretto.compress.demo import DeMo
+from stretto.compress.dgc import DGC
+from stretto.compress.ef21 import EF21
+from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.one_bit_adam import OneBitAdam
+from stretto.compress.power_sgd import PowerSGD
+from stretto.compress.sign import Sign
+from stretto.compress.state import Section
+from stretto.compress.top_k import TopK
+from stretto.strategy import ANSWERS
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "compression.md").read_text(encoding="utf-8")
+SIZE = 4
+SIDE = 256
+
+
+@cache
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw_compression", DOCS / "draw_compression.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pictures_in_the_docs_are_well_formed_and_up_to_date() -> None:
+    drawn = generator().pictures()
+    assert {path.name for path in generator().FOLDER.glob("*.svg")} == set(drawn)
+    for name, svg in drawn.items():
+        ElementTree.fromstring(svg)
+        assert (generator().FOLDER / name).read_text(encoding="utf-8") == svg, f"run docs/draw_compression.py: {name}"
+        assert f"pictures/compression/{name}" in PAGE
+
+
+def test_the_table_of_bytes_is_what_the_code_promises() -> None:
+    written = PAGE.split(generator().BEGIN)[1].split(generator().END)[0].strip()
+    assert written == generator().table(), "run docs/draw_compression.py"
+
+
+@pytest.mark.parametrize("kind", ANSWERS["compress"], ids=lambda kind: kind.__name__)
+def test_every_compression_has_its_row(kind: type[Compression]) -> None:
+    assert re.search(rf"^\| `{kind.__name__}\(", PAGE, flags=re.MULTILINE)
+
+
+def test_every_codec_has_its_wire_format() -> None:
+    formats = PAGE.split("## Wire formats")[1].split("## A codec of your own")[0]
+    headings = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^### (.+)$", formats, flags=re.MULTILINE))))
+    around = {"NoCompression", "ErrorFeedback", "EF21", "WarmUp", "ByParameter", "OneBitAdam"}  # they send what others write
+    assert headings == {kind.__name__ for kind in ANSWERS["compress"]} - around
+
+
+def test_every_recipe_that_compresses_is_named() -> None:
+    for name in set(recipes.by_name()) - {"ddp", "data_parallel", "horovod"}:
+        assert f"`recipes.{name}(" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("compression", "documented"),
+    [
+        (Sign(), 0.0),
+        (PowerSGD(4), 4 * 4 / SIDE),
+        (ErrorFeedback(TopK(0.01)), 8.0),
+        (ErrorFeedback(Sign()), 8 + 8 / SIZE),
+        (EF21(TopK(0.01)), 16.0),
+        (EF21(Sign(), momentum=0.5), 24 + 8 / SIZE),
+        (DGC(0.01, warm_up=()), 16.0),
+        (DeMo(), 8.0),
+        (OneBitAdam(1), 24 + 8 / SIZE),
+    ],
+    ids=repr,
+)
+def test_memory_per_parameter_is_what_the_table_says(compression: Compression, documented: float) -> None:
+    """Between rounds, on the worker that keeps most."""
+    workers = Workers(compression, [("weight", (SIDE, SIDE))], SIZE)
+    for _ in range(3):
+        workers.round([torch.randn(SIDE * SIDE) for _ in range(SIZE)])
+    most = max(_held(state.own) + _held(state.shared) for state in workers.states)
+    assert most / SIDE**2 == documented
+
+
+def _held(section: Section) -> int:
+    kept = (section._flat, section._spare, section._by_name)
+    return sum(value.numel() * value.element_size() for values in kept for value in values.values())
