@@ -4,8 +4,10 @@
     python benchmarks/compress_gpu.py --quick         16 MB, 3 rounds: does the script work?
 
 Everything is counted in bytes of float32 values: a copy of n values in t seconds is 4n/t, and so is encoding them. (A copy moves
-8n bytes, an encoder 5n or so: it may be faster than a copy.) Contenders take turns in each round; a turn is several calls between
-two CUDA events, each on values of its own. Decoders wait for the device to say whether the payload is sound: that wait counts.
+8n bytes, an encoder 5n or so: it may be faster than a copy.) Contenders take turns in each round; a call is timed by two CUDA
+events. Ahead of them the device is given a millisecond of other work, so the call is launched before the device comes to it:
+times are the device's, not those of the host's launches. Decoders wait until the device has said whether the payload is sound,
+and that wait counts. The same calls on an idle device are timed too: then what the host does before a launch counts as well.
 
 Writes `compress_gpu_MACHINE_DATE.json` (every time of every round, versions, machine) and `.md` (claims with verdicts, then all
 rows).
@@ -39,7 +41,8 @@ from stretto.compress.sign import Sign
 from stretto.compress.top_k import TopK
 
 LEAST_ROUNDS = 7
-CALLS = 8  # of a turn
+CALLS = 5  # of a turn
+HELD_ELEMENTS = 1 << 28  # copied twice ahead of a call: about a millisecond
 RESULTS = Path(__file__).parent / "results"
 QUICK_RESULTS = Path("build/benchmarks")
 CODECS: tuple[Codec, ...] = (
@@ -47,7 +50,7 @@ CODECS: tuple[Codec, ...] = (
 )  # fmt: skip
 COPY_SHARE = 0.75  # of a copy's rate, at least: Int8, Sign and BFloat16, encoding and decoding
 COPY_TIMES = 3.0  # a copy's time so often, at most: TopK, encoding
-Call = Callable[[int], object]  # its number in the turn, from 0 to CALLS - 1
+Call = Callable[[], object]
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -62,6 +65,7 @@ class Row(msgspec.Struct, frozen=True):
     what: str
     payload_bytes: int
     seconds: list[float]  # of one call, in each round
+    idle_seconds: list[float]  # where the device had nothing to do before
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -86,62 +90,75 @@ def layouts(num_elements: int) -> dict[str, Layout]:
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def timed(call: Call) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    begin.record()
-    for number in range(CALLS):
-        call(number)
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e-3 / CALLS
+class Clock:
+    """Times calls on the device."""
+
+    def __init__(self) -> None:
+        self._held = torch.zeros(2, HELD_ELEMENTS, device="cuda")
+
+    def time(self, call: Call, before: Call, *, busy: bool) -> float:
+        """The median of some calls. `before`: not timed, ahead of each."""
+        return statistics.median(self._time_once(call, before, busy) for _ in range(CALLS))
+
+    def _time_once(self, call: Call, before: Call, busy: bool) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before()
+        torch.cuda.synchronize()
+        for _ in range(2 if busy else 0):
+            self._held[0].copy_(self._held[1])
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
 
 
 class Contender:
-    """A call to be timed, and what its times were. `before`: not timed, ahead of each turn."""
+    """A call to be timed, and what its times were. `before`: not timed, ahead of each call."""
 
-    def __init__(self, call: Call, before: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, call: Call, before: Call = lambda: None) -> None:
         self.call, self.before = call, before
         self.seconds: list[float] = []
+        self.idle_seconds: list[float] = []
 
-    def turn(self, *, counts: bool) -> None:
-        self.before()
-        time = timed(self.call)
+    def turn(self, clock: Clock, *, counts: bool) -> None:
+        busy, idle = (clock.time(self.call, self.before, busy=busy) for busy in (True, False))
         if counts:
-            self.seconds.append(time)
+            self.seconds.append(busy)
+            self.idle_seconds.append(idle)
 
 
-def of_codec(codec: Codec, layout: Layout, values: list[Tensor], spare: list[Tensor]) -> tuple[dict[str, Contender], int]:
+def of_codec(codec: Codec, layout: Layout, values: Tensor, spare: Tensor) -> tuple[dict[str, Contender], int]:
     """What is timed, by name, and how long a payload is."""
     blocks, draw = codec.blocks(layout), Draw.of_round(1, 0)
-    payload = codec.encode(values[0], blocks, draw)
+    payload = codec.encode(values, blocks, draw)
 
     def fill() -> None:
-        for to, from_ in zip(spare, values, strict=True):
-            to.copy_(from_)
+        spare.copy_(values)
 
     return {
-        "encode": Contender(lambda i: codec.encode(values[i], blocks, draw)),
-        "encode_residual": Contender(lambda i: codec.encode_residual(spare[i], blocks, draw), fill),
-        "decode": Contender(lambda i: codec.decode(payload, blocks, draw)),
-        "add_decoded": Contender(lambda i: codec.add_decoded(payload, blocks, draw, spare[i]), fill),
+        "encode": Contender(lambda: codec.encode(values, blocks, draw)),
+        "encode_residual": Contender(lambda: codec.encode_residual(spare, blocks, draw), fill),
+        "decode": Contender(lambda: codec.decode(payload, blocks, draw)),
+        "add_decoded": Contender(lambda: codec.add_decoded(payload, blocks, draw, spare), fill),
     }, len(payload)
 
 
 def measure(settings: Settings) -> Report:
     gc.disable()  # a collection in the middle of a turn would be counted
     generator = torch.Generator("cuda").manual_seed(0)
-    values = [torch.randn(settings.num_elements, device="cuda", generator=generator) for _ in range(CALLS)]
-    spare = [torch.empty_like(x) for x in values]
-    copy = Contender(lambda i: spare[i].copy_(values[i]))
-    rows = []
+    values = torch.randn(settings.num_elements, device="cuda", generator=generator)
+    spare, clock, rows = torch.empty_like(values), Clock(), []
+    copy = Contender(lambda: spare.copy_(values))
     for name, layout in layouts(settings.num_elements).items():
         for codec in CODECS:
             contenders, payload_bytes = of_codec(codec, layout, values, spare)
             for number in range(-2, settings.rounds):
                 for contender in (copy, *contenders.values()):
-                    contender.turn(counts=number >= 0)
-            rows += [Row(name, repr(codec), what, payload_bytes, one.seconds) for what, one in contenders.items()]
+                    contender.turn(clock, counts=number >= 0)
+            rows += [
+                Row(name, repr(codec), what, payload_bytes, one.seconds, one.idle_seconds) for what, one in contenders.items()
+            ]
             print(f"{name}, {codec!r}", *(f"{what} {seconds(median(one))}" for what, one in contenders.items()), flush=True)
     machine = describe()
     machine = msgspec.structs.replace(machine, versions=machine.versions | {"triton": metadata.version("triton")})
@@ -193,20 +210,21 @@ def as_markdown(report: Report, command: str) -> str:
         f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}, {machine.gpu}; "
         f"{versions}.",
         "",
-        f"{value_bytes / 1e6:.0f} MB of float32 values, Gaussian. Median over {settings.rounds} rounds of {settings.calls} calls "
-        "each; contenders take turns in each round. GB/s count the bytes of the values. A copy on the device: "
+        f"{value_bytes / 1e6:.0f} MB of float32 values, Gaussian. Median over {settings.rounds} rounds of the median of "
+        f"{settings.calls} calls; contenders take turns in each round. GB/s count the bytes of the values. A copy on the device: "
         f"{seconds(copy)} ({spread(quartiles(report.copy_seconds))}), {value_bytes / copy / 1e9:,.0f} GB/s.",
         "",
         *claims(report),
         "",
-        "| values | codec | what | time | middle half | GB/s | x a copy's rate | payload bits per value |",
-        "|---|---|---|---|---|---|---|---|",
+        "| values | codec | what | time | middle half | GB/s | x a copy's rate | on an idle device | payload bits per value |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report.rows:
         time = statistics.median(row.seconds)
         lines.append(
             f"| {row.layout} | {row.codec} | {row.what} | {seconds(time)} | {spread(quartiles(row.seconds))} "
-            f"| {value_bytes / time / 1e9:,.0f} | {copy / time:.2f} | {8 * row.payload_bytes / settings.num_elements:.3f} |"
+            f"| {value_bytes / time / 1e9:,.0f} | {copy / time:.2f} | {seconds(statistics.median(row.idle_seconds))} "
+            f"| {8 * row.payload_bytes / settings.num_elements:.3f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -2,10 +2,10 @@
 
     stretto run -n 4 benchmarks/compress_loss.py --seeds 0 1 2 3 4            trains everything, writes one JSON
     stretto run -n 4 benchmarks/compress_loss.py --seeds 3 --json seed3.json  one seed, to run several at once
-    python benchmarks/compress_loss.py --merge seed*.json                     puts them together: compress_loss_MACHINE_DATE.{json,md}
+    python benchmarks/compress_loss.py --merge seed*.json                     writes compress_loss_MACHINE_DATE.{json,md}
 
-A byte-level GPT on the text of Python's standard library (every tenth module is kept for validation), a few hundred steps. All runs
-of one seed begin with the same weights and see the same batches; each row is the mean over seeds of loss / uncompressed loss - 1.
+A byte-level GPT on the text of Python's standard library (every tenth module is kept for validation), a few hundred steps. All
+runs of one seed begin with the same weights and see the same batches; each row is the mean over seeds of loss / uncompressed loss - 1.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def as_markdown(report: Report) -> str:
     lines = [
         "# Loss with compressed gradients",
         "",
-        f"{report.date}; `stretto run -n {report.workers} benchmarks/compress_loss.py --device {report.device}`, one job per seed, "
-        "several at once",
+        f"{report.date}; `stretto run -n {report.workers} benchmarks/compress_loss.py --device {report.device}`, one job per "
+        "seed, several at once",
         "",
         f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}"
         f"{', ' + machine.gpu if machine.gpu else ''}; {versions}.",

@@ -132,13 +132,14 @@ def as_markdown(reports: list[Report], command: str) -> str:
         "",
         f"Byte-level GPT, {first.num_parameters / 1e6:.1f} M parameters, batch {first.settings.rows} x {first.settings.length} on "
         f"each of {first.settings.hosts} lab hosts, SGD, one thread each; `{SCHEDULE}` for stretto. Median over "
-        f"{first.settings.rounds} rounds of the slowest rank's time; contenders take turns in each round. Ratios are of the two "
+        f"{first.settings.rounds} rounds of the slowest rank's time; contenders take turns in each round. Ratios are of two "
         "turns of each round, with the 95 % interval of the median. Above 1: faster than that peer.",
     ]
     for report in reports:
         rows = {row.contender: statistics.median(row.seconds) for row in report.rows}
         found = rows[DDP] / rows[LIMIT] - 1
-        title = f"## rho = {report.settings.rho:g}: links of {report.settings.rate} (DDP's step is {found:.1f} times longer than without)"
+        where = f"links of {report.settings.rate}; DDP's communication adds {found:.1f} times the step without any"
+        title = f"## rho = {report.settings.rho:g}: {where}"
         table = claims(report)
         head = ["| contender | claim | target | measured | verdict |", "|---|---|---|---|---|"] if table else []
         lines += ["", title, "", *head, *table, "", *rows_table(report)]

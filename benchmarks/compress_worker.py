@@ -44,7 +44,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """`seconds`: per step, of the slowest rank, one per round. `bytes_sent`: payload of rank 0 per step, where stretto counts it."""
+    """`seconds`: per step, of the slowest rank, one per round. `bytes_sent`: of rank 0 per step, where stretto counts it."""
 
     contender: str
     seconds: list[float]

@@ -157,7 +157,8 @@ def _check_join(engines: list[Engine]) -> None:
         if (reason := engine.strategy.compress.no_abstention) is not None:
             raise ConfigurationError(
                 f"join with compress={engine.strategy.compress!r}: {reason}.\n"
-                f"Give all workers as many batches (Sampler(..., drop_last=True)) and leave join out, or use ErrorFeedback(Sign())."
+                f"Give all workers as many batches (Sampler(..., drop_last=True)) and leave join out; or use "
+                f"ErrorFeedback(Sign())."
             )
     if any(other.joining for engine in engines for other in engine.job.engines):
         raise ConfigurationError(

@@ -15,7 +15,7 @@ from stretto.compress.state import State
 
 
 class Workers:
-    """P workers with one bucket each. `round` takes their gradients and returns what each ends up with, and commits their state."""
+    """P workers with one bucket each. `round` takes their gradients, returns what each ends up with, and commits their state."""
 
     def __init__(
         self, compression: Compression, named: Sequence[tuple[str, Sequence[int]]], size: int, algorithm: str = "auto"

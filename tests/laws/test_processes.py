@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from laws.workers import compile_in_every_way, disagree, learn, lose_rank_1
+from laws.strategies import RING
+from laws.workers import compile_in_every_way, disagree, learn, learn_compressed, lose_rank_1
+from preloaded import Preloaded
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.errors import WorkerFailed
 from stretto.job.in_process import launch
@@ -15,22 +17,39 @@ pytestmark = pytest.mark.processes
 AWKWARD = ["mlp", "unused on some ranks", "sparse embeddings", "checkpointed re-entrant", "three dtypes", "accumulating"]
 
 
-def test_laws_2_and_3_hold_for_three_processes() -> None:
-    results = launch(learn, 3, AWKWARD, repr(Strategy()), 30, timeout_s=100)
+def test_laws_2_and_3_hold_for_three_processes(preloaded: Preloaded) -> None:
+    results = preloaded.launch(learn, 3, AWKWARD, repr(Strategy()), 30, timeout_s=100)
     for name in AWKWARD:
         assert len(set(results[0][name])) == 30
         assert results[0][name] == results[1][name] == results[2][name]
 
 
-def test_laws_2_and_3_hold_for_the_torch_backends_own_all_reduce() -> None:
+def test_laws_2_and_3_hold_for_the_torch_backends_own_all_reduce(preloaded: Preloaded) -> None:
     names = ["mlp", "unused on some ranks", "three dtypes"]
     strategy = Strategy(aggregate=AllReduce("native"), schedule=Buckets(bytes=256))
-    results = launch(learn, 2, names, repr(strategy), 10, "gloo", timeout_s=100)
+    results = preloaded.launch(learn, 2, names, repr(strategy), 10, "gloo", timeout_s=100)
     assert all(len(set(results[0][name])) == 10 and results[0][name] == results[1][name] for name in names)
 
 
-def test_law_10_holds_for_three_processes() -> None:
-    messages = launch(disagree, 3, timeout_s=60)
+@pytest.mark.parametrize("size", [2, 3])
+def test_law_3_holds_for_compressed_gradients_between_processes(size: int, preloaded: Preloaded) -> None:
+    compressions = ["ErrorFeedback(Sign(64))", "ErrorFeedback(TopK(0.1))", "ErrorFeedback(PowerSGD(2))", "Float16()", "Int8(32)"]
+    texts = [f"Strategy(compress={text}, schedule=WaitFree())" for text in compressions]
+    texts.append(f"Strategy(aggregate={RING!r}, compress=Int8(32))")  # quantised hops
+    results = preloaded.launch(learn_compressed, size, texts, 5, timeout_s=100)
+    for text in texts:
+        assert len(set(results[0][text])) == 5
+        assert all(result[text] == results[0][text] for result in results)
+
+
+def test_law_3_holds_for_summed_payloads_through_the_torch_backend(preloaded: Preloaded) -> None:
+    texts = [f"Strategy(aggregate=AllReduce('native'), compress={text})" for text in ("Float16()", "ErrorFeedback(PowerSGD(2))")]
+    results = preloaded.launch(learn_compressed, 2, texts, 5, "gloo", timeout_s=100)
+    assert all(results[0][text] == results[1][text] and len(set(results[0][text])) == 5 for text in texts)
+
+
+def test_law_10_holds_for_three_processes(preloaded: Preloaded) -> None:
+    messages = preloaded.launch(disagree, 3, timeout_s=60)
     assert len(set(messages)) == 1 and "parameter weight: (4, 3) float32" in messages[0]
 
 

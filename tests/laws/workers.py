@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import stretto
 from laws.cases import BY_NAME
-from laws.training import alone, assert_close, build, share, state_of, train
+from laws.training import alone, assert_close, build, digest, share, state_of, train
 from stretto.distributing import distribute
 from stretto.errors import PeerLost, RankMismatch
 from stretto.parsing import parse
@@ -29,6 +29,25 @@ def learn(names: list[str], strategy: str, steps: int, wire: WireName = "auto") 
         if job.rank == 0:
             assert_close(run.state, alone(name, steps))
         found[name] = run.digests
+    stretto.shutdown()
+    return found
+
+
+def learn_compressed(strategies: list[str], steps: int, wire: WireName = "auto") -> dict[str, list[str]]:
+    """Digests after every step, of a model large enough to be compressed, with an optimizer without momentum."""
+    job = stretto.init(wire=wire)
+    found: dict[str, list[str]] = {}
+    for text in strategies:
+        torch.manual_seed(job.rank)
+        model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 1))
+        _, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.05), text)
+        found[text] = []
+        for number in range(steps):
+            x = share(BY_NAME["mlp"].batch(number), job.rank, job.world_size)
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found[text].append(digest(state_of(model)))
     stretto.shutdown()
     return found
 

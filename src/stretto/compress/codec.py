@@ -24,7 +24,7 @@ codec says how its payloads may be combined, and the exchange follows from that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class Compression(ABC):
     remembers: ClassVar[bool] = False  # what it has not said, by itself: then error feedback around it makes no sense
     no_abstention: ClassVar[str | None] = None  # why a worker without data cannot leave its say to the others, if so
     no_residual: ClassVar[str | None] = None  # why what it says and what it is given cannot be compared, if so
+    hands_out: ClassVar[Literal["mean", "direction"]] = "mean"  # a direction does not grow with the gradients, nor with weights
     flat_kinds: ClassVar[frozenset[str]] = frozenset()  # of its state: the kinds that are vectors as long as the bucket
 
     def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class DeMo(Compression):
     chunk: int = 64
     decay: float = 0.999
     sign: bool = True
+    hands_out: ClassVar[Literal["mean", "direction"]] = "direction"
     optimizer_hint: ClassVar[str | None] = (
         "torch.optim.SGD(model.parameters(), lr=...)  # DeMo brings its own momentum; weight_decay here is decoupled, as in AdamW"
     )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class OneBitAdam(Compression):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     codec: Codec = field(default_factory=Sign)
+    hands_out: ClassVar[Literal["mean", "direction"]] = "direction"
     optimizer_hint: ClassVar[str | None] = (
         "torch.optim.SGD(model.parameters(), lr=...)  "
         "# OneBitAdam hands out Adam's direction; weight_decay here is decoupled, as in AdamW"

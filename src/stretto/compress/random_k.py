@@ -58,6 +58,14 @@ class RandomK(Codec):
                 f"Write ErrorFeedback(RandomK({self.fraction})), or RandomK({self.fraction}, scaled=True) without error feedback."
             )
 
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.scaled
+
+    @property
+    def no_residual(self) -> str | None:  # type: ignore[override]
+        return "scaled values are n/k times too large one by one, and what is left over would grow" if self.scaled else None
+
     def blocks(self, layout: Layout) -> Blocks:
         return layout.whole()
 

@@ -24,7 +24,7 @@ References: Bernstein et al., "signSGD", ICML 2018, and "signSGD with Majority V
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -60,6 +60,10 @@ class Sign(Codec):
     @property
     def no_abstention(self) -> str | None:  # type: ignore[override]
         return "a vote has no empty ballot: a worker without data would say +1 to everything" if self.vote else None
+
+    @property
+    def hands_out(self) -> Literal["mean", "direction"]:  # type: ignore[override]
+        return "direction" if self.vote else "mean"
 
     @property
     def no_residual(self) -> str | None:  # type: ignore[override]

@@ -5,13 +5,14 @@
 
 Bits:      those of whichever is in force.
 Invariant: all workers change over in the same round, which is part of the checkpoint.
-References: Lin et al., "Deep Gradient Compression", ICLR 2018 (its own, by density: `DGC(warm_up=...)`); Vogels et al., "PowerSGD",
-            NeurIPS 2019 (their code compresses from some step on); Tang et al., "1-bit Adam", ICML 2021.
+References: Lin et al., "Deep Gradient Compression", ICLR 2018 (its own, by density: `DGC(warm_up=...)`); Vogels et al.,
+            "PowerSGD", NeurIPS 2019 (their code compresses from some step on); Tang et al., "1-bit Adam", ICML 2021.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
@@ -40,11 +41,12 @@ class WarmUp(Compression):
         for part in (self.codec, self.before):
             if not isinstance(part, Compression):
                 raise ConfigurationError(
-                    f"WarmUp({self.rounds}, ...): {part!r} is not a compression. Write for instance ErrorFeedback(TopK(0.01))."
+                    f"WarmUp({self.rounds}, ...): {part!r} is not a compression. Write for instance ErrorFeedback(Sign())."
                 )
-        if self.codec.optimizer_hint != self.before.optimizer_hint:
+        if (self.codec.optimizer_hint, self.codec.hands_out) != (self.before.optimizer_hint, self.before.hands_out):
             raise ConfigurationError(
-                f"{self!r}: one of the two keeps the momentum itself and the other does not, so no optimizer suits both.\n"
+                f"{self!r}: one of the two keeps the momentum itself, or hands out a direction and not a mean, and the other does "
+                f"not: no optimizer suits both.\n"
                 f"DGC and OneBitAdam have a warm-up of their own: DGC(warm_up=...), OneBitAdam(warm_up=...)."
             )
 
@@ -59,6 +61,10 @@ class WarmUp(Compression):
     @property
     def remembers(self) -> bool:  # type: ignore[override]
         return self.codec.remembers or self.before.remembers
+
+    @property
+    def hands_out(self) -> Literal["mean", "direction"]:  # type: ignore[override]
+        return self.codec.hands_out
 
     @property
     def no_abstention(self) -> str | None:  # type: ignore[override]

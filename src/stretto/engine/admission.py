@@ -94,8 +94,8 @@ def check_compression(model: nn.Module, optimizer: Optimizer, strategy: Strategy
             )
     if compress.optimizer_hint is not None and (own := _momentum_of(optimizer)) is not None:
         raise ConfigurationError(
-            f"compress={compress!r} keeps the momentum itself, before gradients are sent, and {type(optimizer).__name__} has {own} "
-            f"of its own: it would be applied twice.\nWrite {compress.optimizer_hint}"
+            f"compress={compress!r} keeps the momentum itself, before gradients are sent, and {type(optimizer).__name__} has "
+            f"{own} of its own: it would be applied twice.\nWrite {compress.optimizer_hint}"
         )
 
 

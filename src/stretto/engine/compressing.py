@@ -48,7 +48,7 @@ class Compressing:
         job.on_close(self._lane.stop)
 
     def start(self, bucket: Bucket, *, number: int, sequence: int, label: str, absent: bool) -> None:
-        """Send the bucket on its way. `number`: of the round; `absent`: this worker has no data, and nothing of its own to say."""
+        """Send the bucket on its way. `number`: of the round; `absent`: this worker has no data, so nothing of its own to say."""
         if bucket.state is not None:
             state = bucket.state.of_absent() if absent else bucket.state
             draw = Draw.of_round(number, self._job.rank)

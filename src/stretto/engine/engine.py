@@ -278,8 +278,8 @@ class Engine:
             raise ConfigurationError(
                 f"a second backward before optimizer.step(), with compress={self.strategy.compress!r}: p.grad already holds the "
                 f"mean over all workers, and what is on top of it would be compressed together with it, again.\n"
-                f"Put all but the last backward into `with stretto.no_sync(model):`, or call optimizer.zero_grad() before the next "
-                f"one if this step is to be left out. (Re-entrant checkpointing of the whole model makes a backward of each of "
+                f"Put all but the last backward into `with stretto.no_sync(model):`, or call optimizer.zero_grad() before the "
+                f"next one if this step is to be left out. (Re-entrant checkpointing of the whole model makes a backward of each of "
                 f"its segments: use checkpoint(..., use_reentrant=False).)"
             )
 
@@ -418,7 +418,7 @@ class Engine:
         if notes.late:
             self._add_late(used)
         for bucket in self.buckets:
-            if notes.weight not in (1.0, 0.0):
+            if notes.weight not in (1.0, 0.0) and bucket.compression.hands_out == "mean":
                 bucket.gradients.div_(notes.weight)
         if notes.infinite:
             for bucket in self.buckets:

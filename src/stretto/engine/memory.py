@@ -3,8 +3,8 @@
     {"compress": repr, "rank", "world_size", "rounds", "own": {parameter: {kind: tensor}}, "shared": {...}}
 
 `own` is this worker's alone (residuals); `shared` is the same on all. A plain `optimizer.state_dict()` holds this worker's;
-`stretto.save` collects all workers' (`checkpoint.py`). With another number of workers, every worker takes the mean of what all had
-of their own, so the mean over workers, which is what has yet to be said, is conserved.
+`stretto.save` collects all workers' (`checkpoint.py`). With another number of workers, every worker takes the mean of what all
+had of their own, so the mean over workers, which is what has yet to be said, is conserved.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def check(saved: Mapping[str, Mapping[str, Any]], buckets: Sequence[Bucket]) -> 
 
 
 def mean_of(everybody: Sequence[Exported], world_size: int) -> Exported:
-    """For another number of workers: what each then has of its own. The server's residual lay in parts; every worker gets an equal
-    share of all of them, and takes what is not of its blocks as its own."""
+    """For another number of workers: what each then has of its own. The server's residual lay in parts; every worker gets an
+    equal share of all of them, and takes what is not of its blocks as its own."""
     out: Exported = {}
     for name in dict.fromkeys(name for own in everybody for name in own):
         for kind in dict.fromkeys(kind for own in everybody for kind in own.get(name, {})):

@@ -69,7 +69,7 @@ class Plan:
     all_bins: int
     few_bits: Tensor  # and later
     few_starts: Tensor
-    any_large: bool
+    few_bins: int
     pieces: Pieces
     first_pieces: Tensor  # one more than there are blocks
     chosen: Pieces  # of what is chosen, instead of elements
@@ -143,7 +143,8 @@ def _plan(form: Form, cut: Cut) -> Plan:
     device, lengths, counts, listed = cut.bounds.device, form.blocks.lengths, form.counts, ~form.bitmapped
     maps = sparse_format.bitmap_bytes(lengths) * form.bitmapped
     bin_bits = _bin_bits(lengths)
-    bins, few = 1 << bin_bits, torch.full_like(bin_bits, LEAST_BIN_BITS)
+    large = lengths > SAMPLE  # others are in the sample as a whole, and need no bins
+    bins, few = (1 << bin_bits) * large, large * (1 << LEAST_BIN_BITS)
     num_listed, num_indices = form.sections[0] // 4, form.sections[1] // 4
     pieces = (lengths + PIECE - 1) // PIECE
     return Plan(
@@ -159,9 +160,9 @@ def _plan(form: Form, cut: Cut) -> Plan:
         bin_bits=bin_bits.to(torch.int32).to(device),
         bin_starts=_before(bins).to(device),
         all_bins=int(bins.sum()),
-        few_bits=few.to(torch.int32).to(device),
-        few_starts=_before(1 << few).to(device),
-        any_large=bool((lengths > SAMPLE).any()),
+        few_bits=torch.full_like(bin_bits, LEAST_BIN_BITS).to(torch.int32).to(device),
+        few_starts=_before(few).to(device),
+        few_bins=int(few.sum()),
         pieces=pieces_of(lengths, PIECE, device),
         first_pieces=torch.cat([torch.zeros(1, dtype=torch.int64), pieces.cumsum(0)]).to(device),
         chosen=pieces_of(counts, PIECE, device),
@@ -174,8 +175,8 @@ def _before(sizes: Tensor) -> Tensor:
 
 
 def _bin_bits(lengths: Tensor) -> Tensor:
-    """A bin for every 2 to 4 elements; the fewest for blocks that are in the sample as a whole, and need none."""
-    bits = [(n // 4).bit_length() if n > SAMPLE else 0 for n in lengths.tolist()]
+    """A bin for every 2 to 4 elements, where that is not too many."""
+    bits = [(n // 4).bit_length() for n in lengths.tolist()]
     return torch.tensor(bits, dtype=torch.int64).clamp_(LEAST_BIN_BITS, MOST_BIN_BITS)
 
 
@@ -198,13 +199,12 @@ def _edges(values: Tensor, plan: Plan, key: int) -> Tensor:
     num_blocks, num_pieces, device = len(plan.counts), len(plan.pieces.owners), values.device
     window = torch.empty(num_blocks, 2, dtype=torch.int32, device=device)
     _guess[(num_blocks,)](values, plan.bounds, plan.ranks, as_argument(key), window, SAMPLE=SAMPLE, num_warps=16)
-    if not plan.any_large:
+    if not plan.all_bins:
         return window
-    few = num_blocks << LEAST_BIN_BITS
-    bins = torch.zeros(plan.all_bins + (NUM_LEVELS - 1) * few, dtype=torch.int32, device=device)
+    bins = torch.zeros(plan.all_bins + (NUM_LEVELS - 1) * plan.few_bins, dtype=torch.int32, device=device)
     tallies = torch.empty(3, num_pieces, dtype=torch.int32, device=device)
     for level in range(NUM_LEVELS):
-        of_level = bins[plan.all_bins + (level - 1) * few :] if level else bins
+        of_level = bins[plan.all_bins + (level - 1) * plan.few_bins :] if level else bins
         bits, starts = (plan.few_bits, plan.few_starts) if level else (plan.bin_bits, plan.bin_starts)
         _count[(num_pieces,)](
             values, plan.bounds, *plan.pieces.columns, window, bits, starts, of_level, tallies, num_pieces, PIECE=PIECE,
