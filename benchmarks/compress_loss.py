@@ -5,7 +5,8 @@
     python benchmarks/compress_loss.py --merge seed*.json                     writes compress_loss_MACHINE_DATE.{json,md}
 
 A byte-level GPT on the text of Python's standard library (every tenth module is kept for validation), a few hundred steps. All
-runs of one seed begin with the same weights and see the same batches; each row is the mean over seeds of loss / uncompressed loss - 1.
+runs of one seed begin with the same weights and see the same batches; each row is the mean over seeds of loss / uncompressed
+loss - 1.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ def as_markdown(reports: list[Report], command: str) -> str:
         "",
         f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}; {versions}.",
         "",
-        f"Byte-level GPT, {first.num_parameters / 1e6:.1f} M parameters, batch {first.settings.rows} x {first.settings.length} on "
-        f"each of {first.settings.hosts} lab hosts, SGD, one thread each; `{SCHEDULE}` for stretto. Median over "
+        f"Byte-level GPT, {first.num_parameters / 1e6:.1f} M parameters, batch {first.settings.rows} x {first.settings.length} "
+        f"on each of {first.settings.hosts} lab hosts, SGD, one thread each; `{SCHEDULE}` for stretto. Median over "
         f"{first.settings.rounds} rounds of the slowest rank's time; contenders take turns in each round. Ratios are of two "
         "turns of each round, with the 95 % interval of the median. Above 1: faster than that peer.",
     ]

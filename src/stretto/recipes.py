@@ -98,7 +98,7 @@ def signsgd_vote() -> Strategy:
 
 
 def demo(*, k: int = 32, chunk: int = 64, decay: float = 0.999) -> Strategy:
-    """DeMo: momentum stays local, its strongest frequencies travel, and all step by the sign. For torch.optim.SGD without momentum.
+    """DeMo: momentum stays local, its strongest frequencies travel, all step by the sign. For torch.optim.SGD without momentum.
 
     Reference: Peng et al., arXiv:2411.19870.
     """

@@ -45,8 +45,8 @@ class WarmUp(Compression):
                 )
         if (self.codec.optimizer_hint, self.codec.hands_out) != (self.before.optimizer_hint, self.before.hands_out):
             raise ConfigurationError(
-                f"{self!r}: one of the two keeps the momentum itself, or hands out a direction and not a mean, and the other does "
-                f"not: no optimizer suits both.\n"
+                f"{self!r}: one of the two keeps the momentum itself, or hands out a direction and not a mean, and the other "
+                f"does not: no optimizer suits both.\n"
                 f"DGC and OneBitAdam have a warm-up of their own: DGC(warm_up=...), OneBitAdam(warm_up=...)."
             )
 

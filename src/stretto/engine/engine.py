@@ -279,8 +279,8 @@ class Engine:
                 f"a second backward before optimizer.step(), with compress={self.strategy.compress!r}: p.grad already holds the "
                 f"mean over all workers, and what is on top of it would be compressed together with it, again.\n"
                 f"Put all but the last backward into `with stretto.no_sync(model):`, or call optimizer.zero_grad() before the "
-                f"next one if this step is to be left out. (Re-entrant checkpointing of the whole model makes a backward of each of "
-                f"its segments: use checkpoint(..., use_reentrant=False).)"
+                f"next one if this step is to be left out. (Re-entrant checkpointing of the whole model makes a backward of each "
+                f"of its segments: use checkpoint(..., use_reentrant=False).)"
             )
 
     def _keep_late(self, parameter: Tensor) -> None:
