@@ -138,3 +138,9 @@ def test_the_diff_of_the_readme_makes_a_plain_script_data_parallel(tmp_path: Pat
     assert "stretto" not in (tmp_path / "plain.py").read_text()
     assert len(losses(plain)) == 1 and len(losses(together)) == 2
     assert max(losses(together)) < 0.1 > losses(plain)[0]
+
+
+def test_the_gpt_learns_with_one_bit_per_gradient_value(tmp_path: Path, preloaded: Preloaded) -> None:
+    options = ("--steps", "5", "--strategy", "Strategy(compress=ErrorFeedback(Sign()))")
+    found = losses(printed(preloaded.run(EXAMPLES / "gpt.py", *options, folder=tmp_path, workers=2)))
+    assert len(found) == 10 and found[-1] < found[0] - 0.5
