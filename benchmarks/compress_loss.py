@@ -1,21 +1,27 @@
 """What compression costs in loss: validation loss after the same number of steps, paired over seeds.
 
-    stretto run -n 4 benchmarks/compress_loss.py --seeds 0 1 2 3 4            trains everything, writes one JSON
-    stretto run -n 4 benchmarks/compress_loss.py --seeds 3 --json seed3.json  one seed, to run several at once
-    python benchmarks/compress_loss.py --merge seed*.json                     writes compress_loss_MACHINE_DATE.{json,md}
+    python benchmarks/compress_loss.py --device cuda --jobs 14       everything; so many runs at once
+    python benchmarks/compress_loss.py --seeds 0 --runs "EF Sign"    some of it
 
 A byte-level GPT on the text of Python's standard library (every tenth module is kept for validation), a few hundred steps. All
 runs of one seed begin with the same weights and see the same batches; each row is the mean over seeds of loss / uncompressed
-loss - 1.
+loss - 1, where the uncompressed run has the same optimizer and rate.
+
+The four workers of a run live in one process: their gradients are computed one after the other, and their exchanges run side by
+side in memory (`stretto.bench.compress_together`), through the same code as over a wire. Writes `compress_loss_MACHINE_DATE.json`
+and `.md`.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,34 +31,36 @@ from step_models import Gpt
 from torch import Tensor, nn
 from torch.nn import functional
 
-import stretto
+from stretto.bench.compress_together import Together
 from stretto.bench.machine import Machine, describe
-from stretto.distributing import engine_of
+from stretto.compress.layout import Layout
+from stretto.parsing import parse
 
 RESULTS = Path(__file__).parent / "results"
-LENGTH, ROWS = 64, 8
-BASE = "uncompressed"
-ADAM, PLAIN = "AdamW", "SGD"
-WARM_UP = 60
+WORKERS, LENGTH, ROWS = 4, 64, 8
+SGD, ADAM, PLAIN = "SGD, momentum 0.9", "AdamW", "SGD"
+RATES = {SGD: 0.005, ADAM: 1e-3, PLAIN: 1e-3}
+BASES = {SGD: "uncompressed, SGD", ADAM: "uncompressed, AdamW", PLAIN: "uncompressed, AdamW"}
+WARM_UP = 75
 RUNS: dict[str, tuple[str, str]] = {  # name -> (compress=..., optimizer)
-    BASE: ("NoCompression()", ADAM),
-    "Float16": ("Float16()", ADAM),
-    "BFloat16": ("BFloat16()", ADAM),
-    "Int8": ("Int8()", ADAM),
-    "QSGD 4 bit": ("QSGD(4)", ADAM),
-    "PowerSGD 4": ("PowerSGD(4)", ADAM),
-    "EF PowerSGD 4": ("ErrorFeedback(PowerSGD(4))", ADAM),
-    "TopK 1 %": ("TopK(0.01)", ADAM),
-    "EF TopK 1 %": ("ErrorFeedback(TopK(0.01))", ADAM),
-    "EF TopK 1 %, warm-up": (f"WarmUp({WARM_UP}, ErrorFeedback(TopK(0.01)))", ADAM),
-    "Sign": ("Sign()", ADAM),
-    "EF Sign": ("ErrorFeedback(Sign())", ADAM),
-    "EF Sign, warm-up": (f"WarmUp({WARM_UP}, ErrorFeedback(Sign()))", ADAM),
+    "uncompressed, SGD": ("NoCompression()", SGD),
+    "BFloat16": ("BFloat16()", SGD),
+    "Int8": ("Int8()", SGD),
+    "PowerSGD 4": ("PowerSGD(4)", SGD),
+    "EF PowerSGD 4": ("ErrorFeedback(PowerSGD(4))", SGD),
+    "TopK 1 %": ("TopK(0.01)", SGD),
+    "EF TopK 1 %": ("ErrorFeedback(TopK(0.01))", SGD),
+    "Sign": ("Sign()", SGD),
+    "EF Sign": ("ErrorFeedback(Sign())", SGD),
+    "EF Sign, warm-up": (f"WarmUp({WARM_UP}, ErrorFeedback(Sign()))", SGD),
+    "uncompressed, AdamW": ("NoCompression()", ADAM),
     "1-bit Adam": (f"OneBitAdam({WARM_UP})", PLAIN),
+    "EF TopK 1 %, AdamW": ("ErrorFeedback(TopK(0.01))", ADAM),
+    "EF Sign, AdamW": ("ErrorFeedback(Sign())", ADAM),
 }
 TARGETS = {
-    "BFloat16": 1.0, "Int8": 1.0, "EF PowerSGD 4": 3.0, "EF TopK 1 %": 6.0, "EF Sign": 6.0, "EF TopK 1 %, warm-up": 3.0,
-    "EF Sign, warm-up": 3.0, "1-bit Adam": 3.0,
+    "BFloat16": 1.0, "Int8": 1.0, "EF PowerSGD 4": 3.0, "EF TopK 1 %": 6.0, "EF Sign": 6.0, "EF Sign, warm-up": 3.0,
+    "1-bit Adam": 3.0,
 }  # fmt: skip
 
 
@@ -60,6 +68,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     compress: str
     optimizer: str
+    rate: float
     seed: int
     loss: float
     seconds: float
@@ -69,10 +78,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     date: str
-    workers: int
+    command: str
     steps: int
-    learning_rate: float
-    device: str
     rows: list[Row]
 
 
@@ -95,26 +102,40 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
-def train(name: str, seed: int, options: argparse.Namespace, text: Text) -> Row:
-    job = stretto.current_job()
+def train(name: str, seed: int, steps: int, device: torch.device, rate: float | None) -> Row:
     compress, kind = RUNS[name]
+    rate = RATES[kind] if rate is None else rate
     torch.manual_seed(seed)
-    model = Gpt(192, 6, 6, LENGTH).to(text.train.device)
-    parameters = model.parameters()
-    rate = options.lr
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0) if kind == ADAM else torch.optim.SGD(parameters, lr=rate)
-    stretto.distribute(model, optimizer, f"Strategy(compress={compress})")
-    sent, begin = job.ledger.bytes_sent, time.perf_counter()
-    generator = torch.Generator().manual_seed(1_000_003 * seed + job.rank)
-    for _ in range(options.steps):
-        loss_of(model, text.rows(text.train, ROWS, generator)).backward()
+    model, text = Gpt(192, 6, 6, LENGTH).to(device), Text(device)
+    optimizer = _optimizer(model, kind, rate)
+    named = list(model.named_parameters())
+    layout = Layout.of((parameter_name, parameter.shape) for parameter_name, parameter in named)
+    together = Together(parse(f"Strategy(compress={compress})").compress, layout, WORKERS, device)
+    generators = [torch.Generator().manual_seed(1_000_003 * seed + rank) for rank in range(WORKERS)]
+    sent, begin = 0, time.perf_counter()
+    for _ in range(steps):
+        gradients = [_gradient(model, text.rows(text.train, ROWS, generator)) for generator in generators]
+        sent += together.round(gradients).bytes_sent
+        for (_, parameter), place in zip(named, layout.places, strict=True):
+            parameter.grad = gradients[0][place.start : place.stop].view(parameter.shape)
         optimizer.step()
-        optimizer.zero_grad()
-    loss = validate(model, text)
-    seconds = time.perf_counter() - begin
-    engine_of(model).close()
-    megabytes = (job.ledger.bytes_sent - sent) / 1e6
-    return Row(run=name, compress=compress, optimizer=kind, seed=seed, loss=loss, seconds=seconds, megabytes_sent=megabytes)
+    loss, seconds = validate(model, text), time.perf_counter() - begin
+    return Row(
+        run=name, compress=compress, optimizer=kind, rate=rate, seed=seed, loss=loss, seconds=seconds, megabytes_sent=sent / 1e6
+    )
+
+
+def _optimizer(model: nn.Module, kind: str, rate: float) -> torch.optim.Optimizer:
+    if kind == ADAM:
+        return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9 if kind == SGD else 0.0)
+
+
+def _gradient(model: nn.Module, rows: Tensor) -> Tensor:
+    """One worker's, as one vector."""
+    model.zero_grad()
+    loss_of(model, rows).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
 @torch.no_grad()
@@ -125,74 +146,74 @@ def validate(model: nn.Module, text: Text) -> float:
     return statistics.fmean(losses)
 
 
-def work(options: argparse.Namespace) -> None:
-    job = stretto.init()
-    device = job.device if options.device == "cuda" else torch.device("cpu")
-    text = Text(device)
-    rows = []
-    for seed in options.seeds:
-        for name in options.runs or RUNS:
-            rows.append(train(name, seed, options, text))
-            if job.rank == 0:
-                print(f"seed {seed}, {name}: loss {rows[-1].loss:.4f} in {rows[-1].seconds:.1f} s", flush=True)
-    if job.rank == 0:
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        report = Report(
-            machine=describe(), date=date, workers=job.world_size, steps=options.steps, learning_rate=options.lr,
-            device=str(device.type), rows=rows,
-        )  # fmt: skip
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-    stretto.shutdown()
+def run_all(options: argparse.Namespace, done_so_far: Callable[[list[Row]], None]) -> None:
+    """Each run in a process of its own, so many at once, seed by seed."""
+
+    def one(task: tuple[str, int]) -> Row:
+        name, seed = task
+        words = ["--one", name, str(seed), "--steps", str(options.steps), "--device", options.device]
+        words += [] if options.rate is None else ["--rate", str(options.rate)]
+        done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise SystemExit(f"{name}, seed {seed} failed:\n{done.stderr[-2000:]}")
+        row = msgspec.json.decode(done.stdout.splitlines()[-1], type=Row)
+        print(f"{name}, seed {seed}: {row.loss:.4f} in {row.seconds:.0f} s", file=sys.stderr, flush=True)
+        return row
+
+    names = options.runs or list(RUNS)
+    rows: list[Row] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for task in as_completed([pool.submit(one, (name, seed)) for seed in options.seeds for name in names]):
+            rows.append(task.result())
+            done_so_far(sorted(rows, key=lambda row: (list(RUNS).index(row.run), row.seed)))
 
 
-def merge(files: list[Path], folder: Path) -> None:
-    reports = [msgspec.json.decode(file.read_bytes(), type=Report) for file in files]
-    whole = msgspec.structs.replace(reports[0], rows=[row for report in reports for row in report.rows])
-    machine = whole.machine.gpu or f"{whole.machine.processor} {whole.machine.cores} cores"
+def write(report: Report, folder: Path) -> None:
+    machine = report.machine.gpu or f"{report.machine.processor} {report.machine.cores} cores"
     name = "-".join("".join(c if c.isalnum() else " " for c in machine.lower()).split())
-    stem = folder / f"compress_loss_{name}_{whole.date[:10]}"
+    stem = folder / f"compress_loss_{name}_{report.date[:10]}"
     folder.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
-    stem.with_suffix(".md").write_text(as_markdown(whole))
-    print(stem.with_suffix(".md").read_text())
+    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    stem.with_suffix(".md").write_text(as_markdown(report))
 
 
 def as_markdown(report: Report) -> str:
     machine = report.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    base = {row.seed: row.loss for row in report.rows if row.run == BASE}
-    spread = statistics.stdev(base.values()) / statistics.fmean(base.values()) if len(base) > 1 else 0.0
+    losses = {(row.run, row.seed): row.loss for row in report.rows}
+    base = [loss for (name, _), loss in losses.items() if name == BASES[SGD]]
+    spread = statistics.stdev(base) / statistics.fmean(base) if len(base) > 1 else 0.0
     lines = [
         "# Loss with compressed gradients",
         "",
-        f"{report.date}; `stretto run -n {report.workers} benchmarks/compress_loss.py --device {report.device}`, one job per "
-        "seed, several at once",
+        f"{report.date}; `{report.command}`",
         "",
         f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}"
         f"{', ' + machine.gpu if machine.gpu else ''}; {versions}.",
         "",
-        f"Byte-level GPT, 2.8 M parameters, {report.workers} workers with {ROWS} x {LENGTH} bytes each, {report.steps} steps at "
-        f"rate {report.learning_rate:g} (AdamW; SGD on the direction that 1-bit Adam hands out), warm-ups of {WARM_UP} steps. "
-        f"Validation loss, paired over {len(base)} seeds: mean of loss / uncompressed loss - 1 and its smallest and largest. "
-        f"The uncompressed losses of different seeds alone spread by {spread:.1%} (standard deviation).",
+        f"Byte-level GPT, 2.8 M parameters, {WORKERS} workers with {ROWS} x {LENGTH} bytes each, {report.steps} steps. "
+        f"Validation loss, paired over seeds: mean of loss / uncompressed loss - 1 with the same optimizer and rate (1-bit Adam: "
+        f"with AdamW), and its smallest and largest. Uncompressed losses of different seeds spread by {spread:.1%} (standard deviation).",
         "",
-        "| run | `compress=` | loss | over uncompressed | smallest to largest | target | verdict | MB sent per worker |",
-        "|---|---|---|---|---|---|---|---|",
+        "| run | `compress=` | optimizer, rate | loss | over uncompressed | smallest to largest | target | verdict | MB sent |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(row.run for row in report.rows):
-        lines.append(_line(name, [row for row in report.rows if row.run == name], base))
+        lines.append(_line(name, [row for row in report.rows if row.run == name], losses))
     return "\n".join(lines) + "\n"
 
 
-def _line(name: str, rows: list[Row], base: dict[int, float]) -> str:
-    over = [100 * (row.loss / base[row.seed] - 1) for row in rows]
+def _line(name: str, rows: list[Row], losses: dict[tuple[str, int], float]) -> str:
+    base = BASES[rows[0].optimizer]
+    over = [100 * (row.loss / losses[base, row.seed] - 1) for row in rows if (base, row.seed) in losses] or [float("nan")]
     mean, target = statistics.fmean(over), TARGETS.get(name)
     verdict = "" if target is None else "met" if mean <= target else "**missed**"
     shown = "" if target is None else f"{target:g} %"
     loss, sent = statistics.fmean(row.loss for row in rows), statistics.fmean(row.megabytes_sent for row in rows)
+    how = f"{rows[0].optimizer}, {rows[0].rate:g}"
     return (
-        f"| {name} | `{rows[0].compress}` | {loss:.4f} | {mean:+.2f} % | {min(over):+.2f} to {max(over):+.2f} % | {shown} "
-        f"| {verdict} | {sent:.1f} |"
+        f"| {name} | `{rows[0].compress}` | {how} | {loss:.4f} | {mean:+.2f} % | {min(over):+.2f} to {max(over):+.2f} % "
+        f"| {shown} | {verdict} | {sent:.0f} |"
     )
 
 
@@ -201,17 +222,25 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--runs", nargs="*", choices=list(RUNS), help="all")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--rate", type=float, help="another learning rate than the default of each optimizer")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, default=Path("build/benchmarks/compress_loss.json"))
-    parser.add_argument("--merge", type=Path, nargs="*", help="JSON files of several jobs, to be put together")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for what --merge writes")
+    parser.add_argument("--jobs", type=int, default=1, help="so many runs at once")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--one", nargs=2, metavar=("RUN", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.merge:
-        merge(options.merge, options.output)
-    else:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        work(options)
+    torch.set_num_threads(1)
+    if options.one is not None:
+        row = train(options.one[0], int(options.one[1]), options.steps, torch.device(options.device), options.rate)
+        print(msgspec.json.encode(row).decode())
+        return
+    command = " ".join(["python benchmarks/compress_loss.py", *arguments])
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    machine = describe()
+
+    def keep(rows: list[Row]) -> None:
+        write(Report(machine=machine, date=date, command=command, steps=options.steps, rows=rows), options.output)
+
+    run_all(options, keep)
 
 
 if __name__ == "__main__":

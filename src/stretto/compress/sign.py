@@ -44,7 +44,7 @@ NO_MAGNITUDE = "a vote has no magnitude, so there is no difference from the grad
 class Sign(Codec):
     """`block`: how many values share a scale. `vote`: send signs alone, and take the majority's."""
 
-    block: int = 4096
+    block: int = 1024
     vote: bool = False
     splits: ClassVar[bool] = True
 
@@ -52,7 +52,7 @@ class Sign(Codec):
         if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
             raise ConfigurationError(
                 f"Sign(block={self.block!r}): a block has a whole number of values, at least 1.\n"
-                f"Write Sign(block=4096), or fewer for scales that follow the values more closely (32 bits each)."
+                f"Write Sign(block=1024), or fewer for scales that follow the values more closely (32 bits each)."
             )
         if not isinstance(self.vote, bool):
             raise ConfigurationError(f"Sign(vote={self.vote!r}): write vote=True for a majority vote, or vote=False.")
