@@ -37,7 +37,7 @@ from stretto.compress.layout import Layout
 from stretto.parsing import parse
 
 RESULTS = Path(__file__).parent / "results"
-WORKERS, LENGTH, ROWS = 4, 64, 8
+WORKERS, LENGTH, ROWS = 4, 64, 2
 SGD, ADAM, PLAIN = "SGD, momentum 0.9", "AdamW", "SGD"
 RATES = {SGD: 0.005, ADAM: 1e-3, PLAIN: 1e-3}
 BASES = {SGD: "uncompressed, SGD", ADAM: "uncompressed, AdamW", PLAIN: "uncompressed, AdamW"}
@@ -193,7 +193,7 @@ def as_markdown(report: Report) -> str:
         "",
         f"Byte-level GPT, 2.8 M parameters, {WORKERS} workers with {ROWS} x {LENGTH} bytes each, {report.steps} steps. "
         f"Validation loss, paired over seeds: mean of loss / uncompressed loss - 1 with the same optimizer and rate (1-bit Adam: "
-        f"with AdamW), and its smallest and largest. Uncompressed losses of different seeds spread by {spread:.1%} (standard deviation).",
+        f"with AdamW), and its smallest and largest. Uncompressed losses of different seeds spread by {spread:.1%} (std)."
         "",
         "| run | `compress=` | optimizer, rate | loss | over uncompressed | smallest to largest | target | verdict | MB sent |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -71,3 +71,16 @@ class TestOnGpu:
         host *= 3
         bring_back()
         assert torch.equal(tensor.cpu(), torch.arange(1_000_000.0) * 3)
+
+    def test_the_tail_of_a_lent_tensor_stays_on_the_host(self) -> None:
+        staging = Staging()
+        for number in range(3):  # pinned memory is used again
+            flat, tail = torch.full((10,), float(number), device="cuda"), torch.tensor([7.0, 8.0])
+            host, ready, bring_back = staging.lend(flat, tail)
+            assert ready is not None and bring_back is not None
+            torch.cuda.synchronize()
+            assert ready() and host.tolist() == [float(number)] * 8 + [7.0, 8.0]
+            host.mul_(2.0)
+            bring_back()
+            assert tail.tolist() == [14.0, 16.0]
+            assert flat.tolist() == [2.0 * number] * 8 + [float(number)] * 2

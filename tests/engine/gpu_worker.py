@@ -1,0 +1,38 @@
+"""What each process of `test_gpu.py` does. In a module of its own, so that a fresh process can import it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import stretto
+
+
+def gradients_of_three_steps(texts: list[str], device: str, bad_step: int = -1) -> dict[str, list[list[float]]]:
+    """For each strategy: all gradients after each backward. In `bad_step` the last worker's batch is not a number."""
+    job = stretto.init()
+    found: dict[str, list[list[float]]] = {}
+    for text in texts:
+        model = _model().to(device)
+        _, optimizer = stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), text)
+        found[text] = []
+        for number in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + job.rank)).to(device)
+            if number == bad_step and job.rank == job.world_size - 1:
+                x = x * float("nan")
+            loss: Tensor = model(x).pow(2).mean()
+            torch.autograd.backward(loss)
+            found[text].append([value for p in model.parameters() if p.grad is not None for value in p.grad.flatten().tolist()])
+            if number != bad_step:
+                optimizer.step()
+            optimizer.zero_grad()
+    stretto.shutdown()
+    return found
+
+
+def _model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view(parameter.shape))
+    return model

@@ -1,0 +1,42 @@
+"""Workers that share a GPU, in real processes: autograd has one thread per device, which threads as workers would block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.gpu_worker import gradients_of_three_steps
+from stretto.job.in_process import launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.processes,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+PLAIN = ["Strategy(schedule=WaitFree())", "Strategy()", "Strategy(compress=Float16())", "Strategy(compress=Int8())"]
+TIPPING = [  # a sign or a choice may tip over between a CPU and a GPU
+    f"Strategy(compress={compress}, schedule=WaitFree())"
+    for compress in (
+        "ErrorFeedback(Sign(64))", "ErrorFeedback(TopK(0.1))", "ErrorFeedback(PowerSGD(2))", "DGC(0.1)", "OneBitAdam(1)",
+        "EF21(TopK(0.1))", "QSGD(4)", "WarmUp(1, ErrorFeedback(OneBit()))",
+    )
+]  # fmt: skip
+
+
+def test_workers_on_a_gpu_end_with_the_same_bits_and_as_on_a_cpu() -> None:
+    texts = [*PLAIN, *TIPPING]
+    on_gpu = launch(gradients_of_three_steps, 3, texts, "cuda", timeout_s=100)
+    on_cpu = launch(gradients_of_three_steps, 3, texts, "cpu", timeout_s=100)
+    for text in texts:
+        assert all(worker[text] == on_gpu[0][text] for worker in on_gpu), f"{text}: workers differ"
+        assert len({tuple(step) for step in on_gpu[0][text]}) == 3
+    for text in PLAIN:
+        for ours, theirs in zip(on_gpu[0][text], on_cpu[0][text], strict=True):
+            assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=1e-2, atol=1e-4), text
+
+
+def test_a_bad_gradient_on_a_gpu_is_everybodys() -> None:
+    texts = ["Strategy(compress=ErrorFeedback(Sign(64)), schedule=WaitFree())"]
+    for worker in launch(gradients_of_three_steps, 2, texts, "cuda", 1, timeout_s=60):
+        assert all(value != value for value in worker[texts[0]][1])  # NaN, all of them
+        assert all(value == value for value in worker[texts[0]][2])
