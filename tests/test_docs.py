@@ -176,7 +176,8 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 def options() -> dict[str, dict[str, bool]]:
     """For each command: its options, and whether each is followed by a value."""
     made = dict(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
-    made["bench"] = typer.main.get_command(bench_command.app).commands["allreduce"]  # type: ignore[attr-defined]
+    benches = typer.main.get_command(bench_command.app).commands  # type: ignore[attr-defined]
+    made |= {f"bench {name}": command for name, command in benches.items()}
     made["lab"] = typer.main.get_command(lab_command._hosts)
     known: dict[str, dict[str, bool]] = {}
     for name, command in made.items():
@@ -199,9 +200,11 @@ def command_lines(text: str) -> list[list[str]]:
 
 def unknown_option(words: list[str], known: dict[str, dict[str, bool]]) -> str | None:
     """The first option that does not exist; what follows the script or `--` is not ours."""
+    if words[:1] == ["bench"]:
+        words = [" ".join(words[:2]), *words[2:]]
     if not words or words[0] not in known:
         return None
-    rest = iter(words[2:] if words[:2] == ["bench", "allreduce"] else words[1:])
+    rest = iter(words[1:])
     for word in rest:
         if word in ("--", "#", ">", "|") or not word.startswith("-"):
             return None

@@ -60,7 +60,8 @@ def _value(node: ast.expr, known: Mapping[str, Callable[..., Any]], text: str, d
         return _made(node.id, known, text)  # a recipe may be given by its bare name
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return _call(node, node.func.id, known, text, depth)
-    raise _unreadable(text, f"{ast.unparse(node)!r} is not understood")
+    hint = f"; write {node.id}(), with parentheses" if isinstance(node, ast.Name) and node.id in known else ""
+    raise _unreadable(text, f"{ast.unparse(node)!r} is not understood{hint}")
 
 
 def _call(node: ast.Call, name: str, known: Mapping[str, Callable[..., Any]], text: str, depth: int) -> Any:
@@ -87,5 +88,5 @@ def _made(name: str, known: Mapping[str, Callable[..., Any]], text: str, *argume
 def _unreadable(text: str, why: str) -> ConfigurationError:
     shown = text if len(text) <= 200 else text[:200] + "..."
     return ConfigurationError(
-        f"cannot read the strategy {shown!r}: {why}.\nWrite for instance Strategy(schedule=Buckets(bytes=26214400)), or ddp()."
+        f"cannot read the strategy {shown!r}: {why}.\nWrite for instance Strategy(compress=ErrorFeedback(Sign())), or ddp()."
     )

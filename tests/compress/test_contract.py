@@ -210,6 +210,7 @@ def test_a_warm_up_is_exact_and_then_it_is_not() -> None:
         ((3, Sign), "not a compression"),
         ((3, OneBitAdam(5)), "no optimizer suits both"),
         ((3, Sign(vote=True)), "no optimizer suits both"),
+        ((3, ErrorFeedback(Sign()), ErrorFeedback(Sign(64))), "would be lost"),
     ],
 )
 def test_a_warm_up_refuses_what_cannot_be(arguments: tuple[Any, ...], match: str) -> None:

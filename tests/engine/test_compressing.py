@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stretto.checkpoint import load, save
 from stretto.compress.by_parameter import ByParameter
 from stretto.compress.codec import Compression
+from stretto.compress.demo import DeMo
 from stretto.compress.dgc import DGC
 from stretto.compress.ef21 import EF21
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
@@ -108,7 +109,7 @@ def test_a_second_backward_before_the_step_is_refused_and_the_way_out_works(size
 
 def test_workers_that_run_out_keep_their_residuals_and_take_part() -> None:
     def program(job: Job) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        model, optimizer = begin(job, ErrorFeedback(PowerSGD(2)))
+        model, optimizer = begin(job, TOP)
         kept: dict[str, Tensor] = {}
         with join(model):
             for number in range(2 + job.rank):
@@ -171,32 +172,59 @@ def _fail(gradient: Tensor) -> None:
     raise RuntimeError("on purpose")
 
 
-def test_parameters_frozen_and_unfrozen_keep_what_they_had() -> None:
+@pytest.mark.parametrize("compress", [SIGN, TOP, ErrorFeedback(PowerSGD(2, min_rate=0.0)), EF21(TopK(0.1))], ids=repr)
+def test_parameters_frozen_and_unfrozen_keep_what_they_had(compress: Compression) -> None:
     """Other buckets, other owners of blocks: residuals follow their parameters, and nothing of the server's is lost."""
 
-    def program(job: Job) -> tuple[Tensor, Tensor]:
-        model, optimizer = begin(job)
-        for number in range(3):
+    def program(job: Job) -> tuple[Any, Any, int]:
+        model, optimizer = begin(job, compress)
+        model[2].requires_grad_(False)
+        layouts = set()
+        for number in range(8):
+            model[0].requires_grad_(number < 3 or number >= 6)
+            model[2].requires_grad_(number >= 1)
+            if number == 3:
+                before = engine_of(model).memory()[0]["0.weight"]
+            if number == 6:
+                after = engine_of(model).memory()[0]["0.weight"]
             backward(model, batch(job, number))
+            layouts.add(tuple(name for bucket in engine_of(model).buckets for name in bucket.names))
             optimizer.step()
             optimizer.zero_grad()
-        before = _owed(model, job)
-        model[0].requires_grad_(False)
-        model(batch(job, 3))
-        model[0].requires_grad_(True)
-        model(batch(job, 3))
-        return before, _owed(model, job)
+        return before, after, len(layouts)
 
     results = run_jobs(3, program)
-    before, after = (torch.stack([result[index] for result in results]).mean(0) for index in (0, 1))
-    assert torch.allclose(before, after, atol=1e-6) and float(before.abs().max()) > 0
+    assert all(layouts >= 2 for _, _, layouts in results)
+    before, after = (_mean_owed([{"0.weight": result[index]} for result in results]) for index in (0, 1))
+    assert before.keys() == after.keys() and any(bool(value.any()) for value in before.values())
+    assert all(torch.allclose(before[key], after[key], atol=1e-6) for key in before)
 
 
-def _owed(model: nn.Module, job: Job) -> Tensor:
-    own, _ = engine_of(model).memory()
-    size = job.world_size
-    parts = [own[name][RESIDUAL] + size * own[name].get(SERVER, torch.zeros(p.shape)) for name, p in model.named_parameters()]
-    return torch.cat([part.flatten() for part in parts])
+@pytest.mark.parametrize("compress", [SIGN, TOP, ErrorFeedback(PowerSGD(2)), EF21(TopK(0.1)), OneBitAdam(1)], ids=repr)
+def test_a_parameter_that_nobody_used_keeps_what_it_had(compress: Compression) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 30), nn.Linear(6, 30)
+
+        def forward(self, x: Tensor, two: bool) -> Tensor:
+            return self.one(x) + self.two(x) if two else self.one(x)
+
+    def program(job: Job) -> None:
+        model = Branches()
+        job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
+        _, optimizer = distribute(model, sgd(model), Strategy(compress=compress), job=job)
+        for number in range(5):
+            own, shared = (part.get("two.weight", {}) for part in engine_of(model).memory())
+            model(batch(job, number), number % 2 == 0).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for before, part in zip((own, shared), engine_of(model).memory(), strict=True):
+                after = part.get("two.weight", {})
+                unchanged = all(torch.equal(before[kind], after[kind]) for kind in before)
+                assert unchanged or number % 2 == 0
+
+    run_jobs(3, program)
 
 
 def test_a_scaler_changes_nothing_when_it_is_given() -> None:
@@ -282,6 +310,181 @@ def test_low_precision_and_empty_parameters_are_compressed_too() -> None:
     first, *others = run_jobs(3, program)
     for other in others:
         assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_the_last_round_of_a_join_changes_nothing() -> None:
+    """In it nobody has data any more."""
+
+    def program(job: Job) -> tuple[int, bool]:
+        model, optimizer = begin(job, SIGN)
+        with join(model):
+            for number in range(2 + job.rank):
+                backward(model, batch(job, number))
+                optimizer.step()
+                optimizer.zero_grad()
+        return engine_of(model).compressed_rounds, True
+
+    assert run_jobs(3, program) == [(4, True)] * 3
+
+
+@pytest.mark.parametrize(
+    ("compress", "expected"), [(DeMo(sign=False), "mean"), (DeMo(), "direction"), (Sign(vote=True), "direction"), (SIGN, "mean")]
+)
+def test_weights_scale_means_and_not_directions(compress: Compression, expected: str) -> None:
+    def program(job: Job) -> list[list[Tensor]]:
+        out = []
+        for value in (1.0, 8.0):
+            weight(value, job=job)
+            model, _ = begin(job, compress)
+            backward(model, batch(job, 0))
+            out.append(gradients(model))
+        return out
+
+    assert compress.hands_out == expected
+    for once, eight in run_jobs(2, program):
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(once, eight, strict=True))
+
+
+def test_a_clipped_gradient_is_clipped_in_its_own_units() -> None:
+    def program(job: Job) -> list[list[Tensor]]:
+        out = []
+        for value in (1.0, 8.0):
+            weight(value, job=job)
+            model, _ = begin(job, DGC(0.5, clip=0.1, warm_up=()))
+            backward(model, batch(job, 0))
+            out.append(gradients(model))
+        return out
+
+    for once, eight in run_jobs(2, program):
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(once, eight, strict=True))
+
+
+@pytest.mark.parametrize("compress", [SIGN, TOP, ErrorFeedback(PowerSGD(2))], ids=repr)
+def test_state_is_saved_as_the_parameter_is_shaped_however_it_lies(compress: Compression) -> None:
+    """Channels-last and transposed: gradient + residual before = handed out + residual, in the parameter's own shape."""
+
+    def program(job: Job) -> None:
+        model = nn.Conv2d(3, 16, 3, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.turned = nn.Parameter(torch.randn(24, 30).t())
+        job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
+        distribute(model, sgd(model), Strategy(compress=compress), job=job)
+        given = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+        sum((p * given[name]).sum() for name, p in model.named_parameters()).backward()  # type: ignore[union-attr]
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            left = engine_of(model).memory()[0][name][RESIDUAL]
+            assert torch.allclose(parameter.grad + left, given[name], atol=1e-5), name
+
+    run_jobs(1, program)
+
+
+def test_a_raw_error_in_an_exchange_leaves_no_trace() -> None:
+    class Broken(Sign):
+        def encode_residual(self, values: Tensor, blocks: Any, draw: Any) -> Tensor:
+            raise MemoryError("on purpose")
+
+    def program(job: Job) -> None:
+        model, optimizer = begin(job)
+        backward(model, batch(job, 0))
+        optimizer.step()
+        optimizer.zero_grad()
+        before = residuals(model)
+        buckets = [bucket for bucket in engine_of(model).buckets if bucket.state is not None]
+        whole = [bucket.compression for bucket in buckets]
+        for bucket in buckets:
+            bucket.compression = ErrorFeedback(Broken(block=64))
+        with pytest.raises(MemoryError, match="on purpose"):
+            backward(model, batch(job, 1))
+        assert all(torch.equal(before[name], value) for name, value in residuals(model).items())
+        for bucket, compression in zip(buckets, whole, strict=True):
+            bucket.compression = compression
+        backward(model, batch(job, 1))
+
+    run_jobs(1, program)
+
+
+def test_a_bad_sparse_gradient_stops_everything() -> None:
+    def program(job: Job) -> None:
+        model = nn.ModuleDict({"words": nn.Embedding(5, 3, sparse=True), "last": nn.Linear(3, 40)})
+        distribute(model, sgd(model), Strategy(compress=SIGN), job=job)
+        for bad in (False, True):
+            before = residuals(model)
+            hidden = model["words"](torch.tensor([1, 2]))
+            if bad and job.rank == 1:
+                hidden.register_hook(lambda gradient: gradient * float("nan"))
+            model["last"](hidden).sum().backward()
+            assert bool(model["last"].weight.grad.isnan().all()) == bad  # type: ignore[union-attr, operator]
+            model.zero_grad()
+        assert before and all(torch.equal(before[name], value) for name, value in residuals(model).items())
+
+    run_jobs(2, program)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_backward_after_the_job_has_ended_says_so(size: int) -> None:
+    def program(job: Job) -> None:
+        model, _ = begin(job)
+        loss = model(batch(job, 0)).pow(2).mean()
+        job.close(goodbye=True)
+        with pytest.raises(StrettoError, match="the job was shut down"):
+            torch.autograd.backward(loss)
+
+    run_jobs(size, program)
+
+
+def test_threads_end_with_their_models() -> None:
+    def program(job: Job) -> None:
+        for _ in range(3):
+            model, _ = begin(job)
+            backward(model, batch(job, 0))
+            thread = engine_of(model)._compressing._lane._thread  # type: ignore[union-attr]
+            engine_of(model).close()
+            thread.join(10)
+            assert not thread.is_alive()
+
+    run_jobs(1, program)
+
+
+def test_a_parameter_that_comes_after_one_bit_adams_warm_up_is_refused() -> None:
+    def program(job: Job) -> None:
+        model, optimizer = begin(job, OneBitAdam(2))
+        model[0].requires_grad_(False)
+        for number in range(3):
+            backward(model, batch(job, number))
+            optimizer.step()
+            optimizer.zero_grad()
+        engine_of(model)._forgotten = ({}, {})  # as if it had been frozen from the beginning
+        model[0].requires_grad_(True)
+        with pytest.raises(ConfigurationError, match=r"0\.(weight|bias) wants a gradient after the warm-up"):
+            model(batch(job, 3))
+
+    run_jobs(2, program)
+
+
+@pytest.mark.parametrize(
+    "compress", [EF21(TopK(0.1)), DGC(0.1), OneBitAdam(2), ErrorFeedback(PowerSGD(2)), DeMo(sign=False)], ids=repr
+)
+def test_join_is_refused_where_a_worker_without_data_would_count(compress: Compression) -> None:
+    def program(job: Job) -> None:
+        model, _ = begin(job, compress)
+        with pytest.raises(ConfigurationError, match="leave join out"), join(model):
+            pass
+
+    run_jobs(2, program)
+
+
+@pytest.mark.parametrize("entry", [3, {}, {"compress": 3}, None])
+def test_an_entry_that_stretto_did_not_write_is_refused(entry: Any) -> None:
+    def program(job: Job) -> None:
+        _, optimizer = begin(job)
+        state = {**optimizer.state_dict(), "stretto": entry}
+        if entry is None:
+            optimizer.load_state_dict(state)
+        else:
+            with pytest.raises(ConfigurationError, match="that stretto did not write"):
+                optimizer.load_state_dict(state)
+
+    run_jobs(1, program)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -392,6 +595,7 @@ def test_residuals_of_another_shape_are_refused_before_anything_changes() -> Non
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         lambda p: torch.optim.AdamW(p),
         lambda p: torch.optim.RMSprop(p, momentum=0.1),
+        lambda p: torch.optim.Adagrad(p),
     ],
 )
 def test_momentum_twice_is_refused_with_the_line_to_write(compress: Compression, optimizer: Callable[..., Any]) -> None:

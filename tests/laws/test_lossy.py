@@ -26,9 +26,7 @@ from stretto.compress.codec import Compression
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
-from stretto.compress.sign import Sign
 from stretto.compress.state import SERVER
-from stretto.compress.top_k import TopK
 from stretto.distributing import distribute, engine_of
 from stretto.parsing import parse
 from stretto.plan.choose import Choices
@@ -207,8 +205,8 @@ def test_law_9_save_and_load_resume_with_the_same_bits(compression: Compression,
         assert_same_bits(state, whole[rank])
 
 
-@pytest.mark.parametrize("compression", [ErrorFeedback(Sign(block=64)), ErrorFeedback(TopK(0.05))], ids=repr)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("compression", COMPRESSIONS, ids=repr)
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_law_9_the_optimizers_own_state_dict_resumes_with_the_same_bits(compression: Compression, size: int) -> None:
     strategy = strategy_of(compression, Buckets(bytes=2000, first_bytes=200))
     saved: dict[int, Any] = {}
@@ -245,9 +243,7 @@ def test_a_round_with_a_bad_gradient_leaves_no_trace(compression: Compression, s
         digests = []
         for number in range(4):
             if with_fault and number == 2:
-                before = engine_of(model).rounds
                 _step_with_nan(model, job)
-                engine_of(model).rounds = before  # random numbers are drawn by the number of the round
             plain_step(model, share(CASE.batch(number), job.rank, job.world_size), number)
             optimizer.step()
             optimizer.zero_grad()

@@ -51,7 +51,6 @@ class DeMo(Compression):
     chunk: int = 64
     decay: float = 0.999
     sign: bool = True
-    hands_out: ClassVar[Literal["mean", "direction"]] = "direction"
     optimizer_hint: ClassVar[str | None] = (
         "torch.optim.SGD(model.parameters(), lr=...)  # DeMo brings its own momentum; weight_decay here is decoupled, as in AdamW"
     )
@@ -106,6 +105,14 @@ class DeMo(Compression):
 
     def refusal(self, algorithm: str) -> str | None:
         return f"each worker sends other frequencies, and {algorithm!r} adds what it carries"
+
+    @property
+    def hands_out(self) -> Literal["mean", "direction"]:  # type: ignore[override]
+        return "direction" if self.sign else "mean"
+
+    @property
+    def no_abstention(self) -> str | None:  # type: ignore[override]
+        return None if self.sign else "its mean is over those who sent something, and would be weighted again"
 
     def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int:
         return (world_size - 1) * Frequencies(layout, self.k, self.chunk, torch.device("cpu")).num_bytes

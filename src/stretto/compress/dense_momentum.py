@@ -38,13 +38,14 @@ class DenseMomentum(Compression):
     nesterov: bool = False
     clip: float | None = None
     optimizer_hint: ClassVar[str | None] = OPTIMIZER
+    no_abstention: ClassVar[str | None] = "what it remembers counts in the mean, also of a worker without data"
     flat_kinds: ClassVar[frozenset[str]] = frozenset((VELOCITY,))
 
     def __post_init__(self) -> None:
         check_momentum(self, self.momentum, self.nesterov, self.clip)
 
     def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        clip_each(values, turn.layout, self.clip, turn.world_size)
+        clip_each(values, turn, self.clip)
         values.mul_(1.0 / turn.world_size)
         values.copy_((yield Sum(values)))
         shared = turn.state.shared
@@ -60,14 +61,16 @@ class DenseMomentum(Compression):
         return bytes_of_sum(layout.num_elements, 4, rank, world_size, algorithm) if world_size > 1 else 0
 
 
-def clip_each(values: Tensor, layout: Layout, clip: float | None, world_size: int) -> None:
-    """Cut each tensor's norm, in place, to clip / sqrt(P): the sum of P of them, in random directions, has the norm `clip`."""
+def clip_each(values: Tensor, turn: Turn, clip: float | None) -> None:
+    """Cut each tensor's norm, in place, to clip / sqrt(P): the sum of P of them, in random directions, has the norm `clip`.
+    Gradients come multiplied by this worker's weight, and so is the limit."""
     if clip is None:
         return
-    for place in layout.places:
+    limit = clip * (turn.weight or 1.0) / math.sqrt(turn.world_size)
+    for place in turn.layout.places:
         part = values[place.start : place.stop]
         norm = torch.linalg.vector_norm(part, dtype=torch.float64)
-        part.mul_((clip / math.sqrt(world_size) / norm).clamp(max=1.0).float())
+        part.mul_((limit / norm).clamp(max=1.0).float())
 
 
 def is_number(value: Any) -> bool:

@@ -70,6 +70,7 @@ class DGC(Compression):
     warm_up_rounds: int = 100
     masking: bool = True
     optimizer_hint: ClassVar[str | None] = OPTIMIZER
+    no_abstention: ClassVar[str | None] = "what it remembers counts in the mean, also of a worker without data"
     flat_kinds: ClassVar[frozenset[str]] = frozenset((VELOCITY, ACCUMULATED))
 
     def __post_init__(self) -> None:
@@ -104,7 +105,7 @@ class DGC(Compression):
             return
         blocks, density = self._blocks_of(turn), self.density(turn.state.rounds)
         most = [max(1, math.ceil(density * n)) for n in blocks.lengths.tolist()]
-        clip_each(values, turn.layout, self.clip, turn.world_size)
+        clip_each(values, turn, self.clip)
         memory = accumulate(values, turn.state.own, self.momentum, self.nesterov)
         payload = take_largest(memory, blocks, most, turn.draw, self.masking)
         told = yield Gather(torch.tensor([len(payload)]))

@@ -55,6 +55,7 @@ class EF21(Compression):
     momentum: float | None = None
     participation: float = 1.0
     remembers: ClassVar[bool] = True
+    no_abstention: ClassVar[str | None] = "what it remembers counts in the mean, also of a worker without data"
     flat_kinds: ClassVar[frozenset[str]] = frozenset((ESTIMATE, VELOCITY, SERVER, MEAN))
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class EF21(Compression):
             return own.flat(ESTIMATE)
         if self.momentum is None:
             return values
-        weight = 1.0 if turn.state.rounds == 0 else self.momentum
+        weight = self.momentum if bool(own.flat(VELOCITY).any()) else 1.0  # the first one that this worker has
         return torch.lerp(own.flat(VELOCITY), values, weight, out=own.next_flat(VELOCITY))
 
     def _feedback(self, residual: Tensor, turn: Turn) -> Feedback:

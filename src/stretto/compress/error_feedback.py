@@ -52,6 +52,12 @@ class ErrorFeedback(Compression):
         inner = self.codec.for_parameter(name, shape)
         return inner if isinstance(inner, NoCompression) or inner.lossless else ErrorFeedback(inner)
 
+    @property
+    def no_abstention(self) -> str | None:  # type: ignore[override]
+        if isinstance(self.codec, Codec):
+            return self.codec.no_abstention
+        return "its residuals compare with the mean over all workers, also those without data"
+
     def refusal(self, algorithm: str) -> str | None:
         if isinstance(self.codec, Codec) and self.codec.hop() is not None and algorithm in HOP_ALGORITHMS:
             return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
@@ -112,11 +118,11 @@ def restore_feedback(codec: Codec, state: State, own: Exported, rank: int, world
         server = kept.get(place.name, {}).get(SERVER)
         if server is None:
             continue
-        foreign = server.reshape(-1).clone()
+        foreign = place.as_vector(server).clone()
         foreign[max(0, first - place.start) : max(0, last - place.start)] = 0.0
         if bool(foreign.any()):
             residual = kept[place.name].get(RESIDUAL, torch.zeros_like(server))
-            kept[place.name][RESIDUAL] = residual + world_size * foreign.view(residual.shape)
+            kept[place.name][RESIDUAL] = residual + world_size * place.as_tensor(foreign)
         if first == last:
             del kept[place.name][SERVER]
     state.own.restore(kept, frozenset((RESIDUAL, SERVER)))

@@ -54,7 +54,7 @@ def exchange(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None
     """Replace `values` by the mean over workers of what their payloads say. With `feedback`, its residual is what is encoded."""
     if codec.payload_dtype is not None:
         yield from _summed(codec, values, turn, feedback)
-    elif turn.algorithm in HOP_ALGORITHMS and codec.hop() is not None:
+    elif turn.algorithm in HOP_ALGORITHMS and codec.hop() is not None and turn.world_size > 1:
         assert feedback is None
         yield from _in_hops(codec, values, turn)
     elif uses_two_phases(codec, turn.world_size):

@@ -19,11 +19,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One tensor: `name`, its shape, and where it begins."""
+    """One tensor: `name`, where it begins, and its shape as it lies in memory: the outermost dimension first.
+
+    `order`: which of the tensor's own dimensions each of these is, where they lie otherwise (channels-last, transposed).
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
+    order: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -32,6 +36,15 @@ class Place:
     @property
     def stop(self) -> int:
         return self.start + self.size
+
+    def as_tensor(self, part: Tensor) -> Tensor:
+        """`part`, the values of this tensor as they lie in memory, seen with its own dimensions."""
+        shaped = part.view(self.shape)
+        return shaped if self.order is None else shaped.permute(tuple(self.order.index(d) for d in range(len(self.order))))
+
+    def as_vector(self, tensor: Tensor) -> Tensor:
+        """The reverse, as a copy where dimensions lie otherwise."""
+        return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +55,16 @@ class Layout:
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Sequence[int]]]) -> Layout:
+        """Of contiguous tensors."""
+        return cls.in_memory((name, shape, None) for name, shape in named)
+
+    @classmethod
+    def in_memory(cls, named: Iterable[tuple[str, Sequence[int], tuple[int, ...] | None]]) -> Layout:
+        """(name, shape, order of its dimensions in memory) of each."""
         places, start = [], 0
-        for name, shape in named:
-            places.append(Place(name, tuple(shape), start))
+        for name, shape, order in named:
+            lying = tuple(shape) if order is None else tuple(shape[dimension] for dimension in order)
+            places.append(Place(name, lying, start, order))
             start = places[-1].stop
         return cls(tuple(places))
 

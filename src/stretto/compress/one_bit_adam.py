@@ -50,6 +50,7 @@ class OneBitAdam(Compression):
     eps: float = 1e-8
     codec: Codec = field(default_factory=Sign)
     hands_out: ClassVar[Literal["mean", "direction"]] = "direction"
+    no_abstention: ClassVar[str | None] = "what it remembers counts in the mean, also of a worker without data"
     optimizer_hint: ClassVar[str | None] = (
         "torch.optim.SGD(model.parameters(), lr=...)  "
         "# OneBitAdam hands out Adam's direction; weight_decay here is decoupled, as in AdamW"
@@ -90,8 +91,9 @@ class OneBitAdam(Compression):
         shared, (b1, b2) = turn.state.shared, self.betas
         values.copy_((yield Sum(values)))
         values.mul_(1.0 / turn.world_size)
-        torch.mul(shared.flat(M), b1, out=shared.next_flat(M)).add_(values, alpha=1 - b1)
-        variance = torch.mul(shared.flat(V), b2, out=shared.next_flat(V)).addcmul_(values, values, value=1 - b2)
+        # Products are rounded before they are added: what is fused differs from one kind of processor to another.
+        torch.mul(shared.flat(M), b1, out=shared.next_flat(M)).add_(values * (1 - b1))
+        variance = torch.mul(shared.flat(V), b2, out=shared.next_flat(V)).add_((values * values).mul_(1 - b2))
         variance.clamp_(max=torch.finfo(torch.float32).max)  # the square of a large gradient is infinite
 
     def _compressed(self, values: Tensor, turn: Turn) -> Steps:
@@ -113,6 +115,12 @@ class OneBitAdam(Compression):
         values.masked_fill_(variance == 0, 0.0)
 
     def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+        new = [place.name for place in state.layout.places if V not in shared.get(place.name, {})]
+        if new and shared and state.rounds >= self.warm_up:
+            raise ConfigurationError(
+                f"parameter {new[0]} wants a gradient after the warm-up of {self!r}: its variance was never measured, so it "
+                f"would not be trained.\nUnfreeze it within the first {self.warm_up} rounds, or warm up for longer."
+            )
         restore_feedback(self.codec, state, own, rank, world_size)
         state.shared.restore(shared, self.flat_kinds)
 

@@ -69,6 +69,7 @@ class Turn:
     world_size: int = 1
     algorithm: str = "auto"  # the all-reduce that the strategy names
     kept: dict[Any, Any] = field(default_factory=dict)  # what is the same in every round of this bucket
+    weight: float = 1.0  # that this worker's values have been multiplied by
 
     def blocks_of(self, codec: Codec) -> Blocks:
         if codec not in self.kept:

@@ -12,7 +12,7 @@ State is handed in and out by parameter name, so it survives other buckets; see 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,10 +39,12 @@ class Section:
     def flat(self, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
         """The vector of that kind, float32, zeros at first. Not to be written to. `start`, `stop`: if a part of it is kept."""
         if kind not in self._flat:
-            stop = self._layout.num_elements if stop is None else stop
-            self._flat[kind] = torch.zeros(stop - start, device=self._device)
+            length = self._layout.num_elements if stop is None else stop - start
+            self._flat[kind] = torch.zeros(length, device=self._device)
             self._starts[kind] = start
-        return self._flat[kind]
+        vector = self._flat[kind]
+        assert stop is None or (self._starts[kind], len(vector)) == (start, stop - start), "another part than the one kept here"
+        return vector
 
     def next_flat(self, kind: str) -> Tensor:
         """Memory for the vector that follows `flat(kind)`; its content is undefined until written."""
@@ -66,6 +68,17 @@ class Section:
         self._by_name.update(self._proposed_by_name)
         self._proposed_flat, self._proposed_by_name = {}, {}
 
+    def keep_as_it_was(self, places: Sequence[Place]) -> None:
+        """Take back what was proposed for these parameters: nobody has used their gradients."""
+        for kind, proposed in self._proposed_flat.items():
+            for place in places:
+                start = self._starts[kind]
+                first, last = max(0, place.start - start), min(len(proposed), place.stop - start)
+                if first < last:
+                    proposed[first:last] = self._flat[kind][first:last]
+        names = {place.name for place in places}
+        self._proposed_by_name = {key: value for key, value in self._proposed_by_name.items() if key[1] not in names}
+
     def discard(self) -> None:
         self._spare.update(self._proposed_flat)
         self._proposed_flat, self._proposed_by_name = {}, {}
@@ -74,7 +87,7 @@ class Section:
         """A copy of everything, by parameter name; where only a part of a vector is kept here, zeros for the rest."""
         out: Exported = {}
         for place in self._layout.places:
-            mine = {kind: self._cut_out(kind, place).view(place.shape) for kind in self._flat}
+            mine = {kind: place.as_tensor(self._cut_out(kind, place)).contiguous() for kind in self._flat}
             mine |= {kind: value.clone() for (kind, name), value in self._by_name.items() if name == place.name}
             if mine:
                 out[place.name] = mine
@@ -96,7 +109,7 @@ class Section:
         for place in self._layout.places:
             for kind, value in exported.get(place.name, {}).items():
                 if kind in flat_kinds:
-                    self._put_in(kind, place, value.reshape(-1))
+                    self._put_in(kind, place, place.as_vector(value))
                 else:
                     self._by_name[kind, place.name] = value.to(self._device, copy=True)
 
@@ -119,6 +132,10 @@ class _OfAbsent(Section):
 
     def next_flat(self, kind: str) -> Tensor:
         return self._present.next_flat(kind) if kind == SERVER else super().next_flat(kind)
+
+    def keep_as_it_was(self, places: Sequence[Place]) -> None:
+        super().keep_as_it_was(places)
+        self._present.keep_as_it_was(places)
 
     def commit(self) -> None:
         super().commit()
@@ -144,6 +161,10 @@ class State:
         other = State(self.layout, self.device)
         other.own, other.shared, other.rounds = _OfAbsent(self.own), self.shared, self.rounds
         return other
+
+    def keep_as_it_was(self, places: Sequence[Place]) -> None:
+        self.own.keep_as_it_was(places)
+        self.shared.keep_as_it_was(places)
 
     def commit(self) -> None:
         self.own.commit()

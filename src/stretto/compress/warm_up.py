@@ -43,6 +43,11 @@ class WarmUp(Compression):
                 raise ConfigurationError(
                     f"WarmUp({self.rounds}, ...): {part!r} is not a compression. Write for instance ErrorFeedback(Sign())."
                 )
+        if self.before.remembers:
+            raise ConfigurationError(
+                f"{self!r}: what {self.before!r} has not said by the end of the warm-up would be lost.\n"
+                f"Warm up with one that remembers nothing: NoCompression(), Float16(), Int8()."
+            )
         if (self.codec.optimizer_hint, self.codec.hands_out) != (self.before.optimizer_hint, self.before.hands_out):
             raise ConfigurationError(
                 f"{self!r}: one of the two keeps the momentum itself, or hands out a direction and not a mean, and the other "

@@ -100,11 +100,13 @@ def check_compression(model: nn.Module, optimizer: Optimizer, strategy: Strategy
 
 
 def _momentum_of(optimizer: Optimizer) -> str | None:
-    """What the optimizer remembers of earlier gradients, in its own words; None if nothing."""
+    """What the optimizer remembers of earlier gradients, in its own words; None if nothing. Of torch's only SGD need not."""
     for group in optimizer.param_groups:
         for option in ("momentum", "betas", "beta1", "rho", "alpha", "lr_decay", "etas"):
             if group.get(option):
                 return f"{option}={group[option]}"
+    if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.SGD):
+        return "a memory of gradients"
     return None
 
 

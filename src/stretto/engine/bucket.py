@@ -80,7 +80,7 @@ class Bucket:
         self.pending: Pending | None = None
         self.bring_back: Callable[[], None] | None = None
         self.compression = compression or NoCompression()
-        self.layout = Layout.of((name, parameter.shape) for name, parameter in members)
+        self.layout = Layout.in_memory((name, parameter.shape, _order(parameter)) for name, parameter in members)
         self.state = None if self.compression.lossless else State(self.layout, device)
         self.turn: Turn | None = None  # in this round, if it is compressed
         self.errand: Errand | None = None
@@ -178,6 +178,13 @@ def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
             views.append(part.as_strided(parameter.size(), parameter.stride(), part.storage_offset()))
         start += parameter.numel()
     return views
+
+
+def _order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Of its dimensions in memory, the outermost first, where that is not their own; see `_views`."""
+    if tensor.is_contiguous() or not _is_dense(tensor):
+        return None
+    return tuple(sorted(range(tensor.dim()), key=lambda dimension: tensor.stride()[dimension], reverse=True))
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from stretto.compress.state import State
 from stretto.engine.bucket import Bucket, Notes
 from stretto.engine.carrier import MOST, Carrier
 from stretto.engine.lane import Course, Lane
-from stretto.errors import StrettoError
 from stretto.session import Job
 from stretto.strategy import Strategy
 
@@ -45,20 +45,27 @@ class Compressing:
         self._lane = Lane()
         self._carrier = Carrier(job, channel, self._algorithm)
         self._infinite = False
-        job.on_close(self._lane.stop)
+        lane = weakref.ref(self._lane)  # the job outlives models: it must not keep their threads
+        job.on_close(lambda: None if (found := lane()) is None else found.stop())
 
-    def start(self, bucket: Bucket, *, number: int, sequence: int, label: str, absent: bool) -> None:
-        """Send the bucket on its way. `number`: of the round; `absent`: this worker has no data, so nothing of its own to say."""
+    def start(self, bucket: Bucket, *, sequence: int, label: str, absent: bool, weight: float) -> None:
+        """Send the bucket on its way. `absent`: this worker has no data, so nothing of its own to say."""
         if bucket.state is not None:
             state = bucket.state.of_absent() if absent else bucket.state
-            draw = Draw.of_round(number, self._job.rank)
+            draw = Draw.of_round(state.rounds, self._job.rank)
             world_size = self._job.world_size
-            bucket.turn = Turn(bucket.layout, state, draw, self._job.rank, world_size, self._algorithm, bucket.kept)
+            bucket.turn = Turn(bucket.layout, state, draw, self._job.rank, world_size, self._algorithm, bucket.kept, weight)
         bucket.errand = self._lane.submit(self._course(bucket, sequence, label), bucket.flat.device)
 
     def start_closing(self, bucket: Bucket, *, sequence: int, label: str) -> None:
         """The notes, when the thread has seen all buckets' values and knows whether they are finite."""
         bucket.errand = self._lane.submit(self._closing_course(bucket, sequence, label), bucket.flat.device)
+
+    def look_at(self, sparse: Iterable[Tensor]) -> None:
+        """Gradients that are not compressed, but that decide as well whether this round is good. Before `start_closing`."""
+        self._infinite |= not all(
+            _is_finite(gradient.coalesce().values() if gradient.is_sparse else gradient) for gradient in sparse
+        )
 
     def _course(self, bucket: Bucket, sequence: int, label: str) -> Course:
         gradients = bucket.gradients
@@ -87,7 +94,7 @@ class Compressing:
             try:
                 if bucket.errand is not None:
                     bucket.errand.wait()
-            except StrettoError as error:
+            except Exception as error:  # also a raw one, of a user's codec
                 first = first or error
         self._job.ledger.count_wait(time.perf_counter_ns() - begin_ns)
         if first is not None:

@@ -46,7 +46,7 @@ from stretto.engine.finite import FiniteCheck
 from stretto.engine.sparse import exchange_sparse, sparse_parameters
 from stretto.engine.state import copy_buffers, copy_by
 from stretto.engine.watch import Watch
-from stretto.errors import BackwardFailed, ConfigurationError, StrettoError
+from stretto.errors import BackwardFailed, ConfigurationError
 from stretto.observe.compute import tensors_in
 from stretto.session import Job
 from stretto.strategy import Strategy
@@ -278,9 +278,9 @@ class Engine:
             raise ConfigurationError(
                 f"a second backward before optimizer.step(), with compress={self.strategy.compress!r}: p.grad already holds the "
                 f"mean over all workers, and what is on top of it would be compressed together with it, again.\n"
-                f"Put all but the last backward into `with stretto.no_sync(model):`, or call optimizer.zero_grad() before the "
-                f"next one if this step is to be left out. (Re-entrant checkpointing of the whole model makes a backward of each "
-                f"of its segments: use checkpoint(..., use_reentrant=False).)"
+                f"Put all but the last backward into `with stretto.no_sync(model):`, or call optimizer.zero_grad() (with "
+                f"set_to_none=True, the default) before the next one if this step is to be left out. (Re-entrant checkpointing "
+                f"of the whole model makes a backward of each of its segments: use checkpoint(..., use_reentrant=False).)"
             )
 
     def _keep_late(self, parameter: Tensor) -> None:
@@ -306,7 +306,7 @@ class Engine:
             self._compressing.start_closing(bucket, sequence=self._first_number(bucket), label=self._label + self._rates())
         else:
             sequence, absent = self._first_number(bucket), self._part is Part.ABSENT
-            self._compressing.start(bucket, number=self.rounds, sequence=sequence, label=self._label, absent=absent)
+            self._compressing.start(bucket, sequence=sequence, label=self._label, absent=absent, weight=self._weight)
 
     def _first_number(self, bucket: Bucket) -> int:
         """Of the bucket's collectives in this round."""
@@ -358,8 +358,9 @@ class Engine:
             self._send_rest(used)
             self._receive()
             return self._hand_out()
-        except Exception:
-            self._let_finish()
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._let_finish()
             self._settle(good=False)
             raise
         finally:
@@ -370,7 +371,7 @@ class Engine:
         for bucket in self.buckets:
             for under_way in (bucket.pending, bucket.errand):
                 if under_way is not None:
-                    with suppress(StrettoError):
+                    with suppress(Exception):
                         under_way.wait()
 
     def _send_rest(self, used: list[bool]) -> None:
@@ -379,6 +380,8 @@ class Engine:
             if not bucket.sent:
                 self._send(bucket)
         self.closing.write(notes, used)
+        if self._compressing is not None:
+            self._compressing.look_at(p.grad for _, p in self.sparse if p.grad is not None)
         self._send(self.closing)
 
     def _complete_buckets(self) -> list[bool]:
@@ -390,6 +393,14 @@ class Engine:
             if parameter.grad is not None:
                 refuse_graph(parameter.grad)
         return [used for bucket in self.buckets for used in bucket.used]
+
+    def _take_back(self, used: list[bool]) -> None:
+        """A parameter without a gradient anywhere keeps `p.grad = None`, so what was said of it in this round is not heard."""
+        if self._compressing is not None and not all(used):
+            unused = {name for (name, _), somewhere in zip(self.dense, used, strict=True) if not somewhere}
+            for bucket in self.buckets:
+                if bucket.turn is not None:
+                    bucket.turn.state.keep_as_it_was([place for place in bucket.layout.places if place.name in unused])
 
     def _settle(self, *, good: bool) -> None:
         if self._compressing is not None:
@@ -423,7 +434,8 @@ class Engine:
         if notes.infinite:
             for bucket in self.buckets:
                 bucket.gradients.fill_(torch.nan)
-        self._settle(good=not notes.infinite)
+        self._take_back(used)
+        self._settle(good=not notes.infinite and notes.present > 0)
         self._unused_mean = self._compressing is not None and not notes.infinite
         for (_, parameter), view in zip(self.dense, self._views, strict=True):
             parameter.grad = view

@@ -29,11 +29,22 @@ def keep_with(optimizer: Optimizer, engine: Engine) -> None:
     def take(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         entry = state_dict.get(memory.ENTRY)
         if entry is not None:
+            _check_form(entry)
             take_entry(engine, entry)
         return {key: value for key, value in state_dict.items() if key != memory.ENTRY}
 
     optimizer.register_state_dict_post_hook(add)
     optimizer.register_load_state_dict_pre_hook(take)
+
+
+def _check_form(entry: Any) -> None:
+    kinds = {"compress": str, "rank": int, "world_size": int, "rounds": int, "own": dict, "shared": dict}
+    wrong = kinds if not isinstance(entry, dict) else [key for key, kind in kinds.items() if not isinstance(entry.get(key), kind)]
+    if wrong:
+        raise ConfigurationError(
+            f"the optimizer's state has a 'stretto' entry that stretto did not write: {', '.join(wrong)} missing or of another "
+            f"type.\nLoad what optimizer.state_dict() gave, or remove that entry to begin with no residuals."
+        )
 
 
 def entry_of(engine: Engine) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from collections.abc import Generator
 import torch
 
 from stretto.collectives.request import Pending
+from stretto.errors import StrettoError
 
+STOP_S = 5.0
 Course = Generator[Pending, None, None]
 
 
@@ -34,13 +36,17 @@ class Errand:
             self.submitted = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> None:
-        """Return when it has ended; raise what went wrong. Every collective has a deadline, so it ends."""
+        """Return when it has ended; raise what went wrong. Every collective has a deadline, and `stop` ends the rest."""
         while not self._done.wait(1.0):
             pass
         if self.error is not None:
             raise self.error
         if self.finished is not None:
             torch.cuda.current_stream(self.device).wait_event(self.finished)
+
+    @property
+    def ended(self) -> bool:
+        return self._done.is_set()
 
     def end(self, error: BaseException | None) -> None:
         self.error = error
@@ -52,25 +58,49 @@ class Lane:
 
     def __init__(self) -> None:
         self._ready: queue.SimpleQueue[Errand | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._stopped = False
         self._thread = threading.Thread(target=_run, args=(self._ready,), name="stretto-compression", daemon=True)
         self._thread.start()
 
     def submit(self, course: Course, device: torch.device) -> Errand:
         errand = Errand(course, device)
-        self._ready.put(errand)
+        with self._lock:
+            if self._stopped:
+                errand.end(_shut_down())
+            else:
+                self._ready.put(errand)
         return errand
 
     def stop(self) -> None:
-        self._ready.put(None)
+        """End the thread; errands under way, and later ones, fail. Waits until it has let go of what it was doing."""
+        with self._lock:
+            stopped, self._stopped = self._stopped, True
+            if not stopped:
+                self._ready.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(STOP_S)
 
-    __del__ = stop
+    def __del__(self) -> None:
+        self._ready.put(None)  # not `stop`: whoever collects garbage must not wait
+
+
+def _shut_down() -> StrettoError:
+    return StrettoError("the job was shut down: gradients can no longer be combined.")
 
 
 def _run(ready: queue.SimpleQueue[Errand | None]) -> None:
     streams: dict[torch.device, torch.cuda.Stream] = {}
+    under_way: set[Errand] = set()
     while (errand := ready.get()) is not None:
         with _stream_of(errand, streams):
             _advance(errand, ready)
+        (under_way.discard if errand.ended else under_way.add)(errand)
+    while not ready.empty():
+        under_way |= {left for left in [ready.get()] if left is not None}
+    for errand in under_way:
+        if not errand.ended:
+            errand.end(_shut_down())
 
 
 def _stream_of(errand: Errand, streams: dict[torch.device, torch.cuda.Stream]) -> contextlib.AbstractContextManager[object]:

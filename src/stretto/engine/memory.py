@@ -52,6 +52,8 @@ def check(saved: Mapping[str, Mapping[str, Any]], buckets: Sequence[Bucket]) -> 
                     return f"{kind} of {name} is a {type(value).__name__}, not a tensor"
                 if kind in bucket.compression.flat_kinds and value.numel() != parameter.numel():
                     return f"{kind} of {name} has {value.numel()} elements, the parameter {parameter.numel()}"
+                if not bool(value.isfinite().all()):
+                    return f"{kind} of {name} holds values that are not finite"
     return None
 
 
