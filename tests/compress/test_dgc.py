@@ -203,7 +203,8 @@ def test_clipping_is_by_tensor_and_by_worker(compression: DGC | DenseMomentum) -
 
 def test_clipping_of_huge_and_tiny_gradients() -> None:
     values = torch.cat([torch.full((4,), 3e38), torch.full((4,), 1e-45)])
-    clip_each(values, Layout.of([("a", (4,)), ("b", (4,))]), 1.0, 1)
+    layout = Layout.of([("a", (4,)), ("b", (4,))])
+    clip_each(values, Turn(layout, State(layout, torch.device("cpu"))), 1.0)
     torch.testing.assert_close(values, torch.cat([torch.full((4,), 0.5), torch.full((4,), 1e-45)]))
 
 
@@ -348,7 +349,7 @@ def test_which_tensors_go_whole(shape: tuple[int, ...], sparse: bool) -> None:
 
 
 def test_it_refuses_error_feedback_momentum_and_sums() -> None:
-    with pytest.raises(ConfigurationError, match="memory of its own"):
+    with pytest.raises(ConfigurationError, match="remembers what it has not said by itself"):
         ErrorFeedback(DGC())
     assert DGC.optimizer_hint is not None
     assert DGC.optimizer_hint.startswith("torch.optim.SGD(")

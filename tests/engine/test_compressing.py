@@ -208,7 +208,8 @@ def test_a_parameter_that_nobody_used_keeps_what_it_had(compress: Compression) -
             self.one, self.two = nn.Linear(6, 30), nn.Linear(6, 30)
 
         def forward(self, x: Tensor, two: bool) -> Tensor:
-            return self.one(x) + self.two(x) if two else self.one(x)
+            out: Tensor = self.one(x) + self.two(x) if two else self.one(x)
+            return out
 
     def program(job: Job) -> None:
         model = Branches()
@@ -364,12 +365,13 @@ def test_state_is_saved_as_the_parameter_is_shaped_however_it_lies(compress: Com
     """Channels-last and transposed: gradient + residual before = handed out + residual, in the parameter's own shape."""
 
     def program(job: Job) -> None:
-        model = nn.Conv2d(3, 16, 3, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        convolution: Any = nn.Conv2d(3, 16, 3, bias=False)
+        model: Any = convolution.to(memory_format=torch.channels_last)
         model.turned = nn.Parameter(torch.randn(24, 30).t())
         job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
         distribute(model, sgd(model), Strategy(compress=compress), job=job)
         given = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
-        sum((p * given[name]).sum() for name, p in model.named_parameters()).backward()  # type: ignore[union-attr]
+        sum((p * given[name]).sum() for name, p in model.named_parameters()).backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             left = engine_of(model).memory()[0][name][RESIDUAL]

@@ -52,6 +52,7 @@ GUARD = Path(__file__).with_name("group_guard.py")
 READY_S = 30.0
 ACCUSED_S = 1.0  # how long a worker lost to `PeerLost` waits for the peer it accuses to confess: see launch_report
 END_S = 2.0
+LAST_WORD_S = 1.0
 PR_SET_PDEATHSIG = 1
 
 _environment_lock = threading.Lock()  # two launches from two threads must not see each other's variables
@@ -280,14 +281,18 @@ def _next(
     workers: Sequence[_Worker], arrivals: queue.Queue[tuple[int, bytes | None]], heard: set[int], limit: float
 ) -> tuple[int, _Outcome] | None:
     """The next worker to end, or None at the time limit. A dead one whose child holds the pipe open is noticed too."""
+    ended_before: set[int] = set()
     while True:
         wait_s = min(0.1, limit - time.monotonic())
         try:
-            rank, message = arrivals.get(timeout=max(0.0, wait_s))
+            # One that has just ended may have sent its result: give the thread that reads it the time to hand it over.
+            rank, message = arrivals.get(timeout=LAST_WORD_S if ended_before else max(0.0, wait_s))
         except queue.Empty:
             silent = [w for w in workers if w.rank not in heard and w.process.exitcode is not None]
-            if silent and arrivals.empty():
-                return silent[0].rank, _died(silent[0])
+            known = [worker for worker in silent if worker.rank in ended_before]
+            if known:
+                return known[0].rank, _died(known[0])
+            ended_before = {worker.rank for worker in silent}
             if time.monotonic() >= limit:
                 return None
             continue
