@@ -39,7 +39,7 @@ from stretto.parsing import parse
 RESULTS = Path(__file__).parent / "results"
 WORKERS, LENGTH, ROWS = 4, 64, 2
 SGD, ADAM, PLAIN = "SGD, momentum 0.9", "AdamW", "SGD"
-RATES = {SGD: 0.005, ADAM: 1e-3, PLAIN: 1e-3}
+RATES = {SGD: 0.003, ADAM: 1e-3, PLAIN: 1e-3}
 BASES = {SGD: "uncompressed, SGD", ADAM: "uncompressed, AdamW", PLAIN: "uncompressed, AdamW"}
 WARM_UP = 75
 RUNS: dict[str, tuple[str, str]] = {  # name -> (compress=..., optimizer)
