@@ -4,11 +4,12 @@
     2   n workers on shares = one worker on the whole batch
     3   all replicas hold the same bits after every step
     4   scheduling and bucketing never change the result beyond reduction order
+    7   synchronous rounds are never stale
     8   bytes on the wire equal the formula
     9   save, kill, resume: the same bits as never having stopped
     10  mismatched models or strategies are an error on all ranks before any gradient is sent
 
-(5, 6 and 7 are about lossy codecs, mixing and staleness: they come with the values they are about.)
+(5 is about lossy codecs: `test_lossy.py`. 6 is about mixing, and comes with the values that mix.)
 A run is made once and asked everything.
 """
 
@@ -33,7 +34,9 @@ from stretto.collectives.run import EAGER_BYTES
 from stretto.collectives.schedule import Action, compile_plan
 from stretto.distributing import distribute, engine_of
 from stretto.engine.bucket import Bucket
-from stretto.errors import RankMismatch
+from stretto.errors import BackwardFailed, RankMismatch
+from stretto.plan.choose import Choices
+from stretto.plan.network import LinkEstimate
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
 from stretto.session import Job
 from stretto.strategy import Strategy
@@ -107,6 +110,36 @@ def test_law_4_scheduling_never_changes_the_result_beyond_reduction_order(
 def test_law_4_with_two_workers_there_is_one_order_and_the_bits_are_equal(schedule: Any) -> None:
     changed = Strategy(aggregate=PLAIN.aggregate, schedule=schedule)
     assert together("mlp", changed, 2, FEW)[0].digests == together("mlp", PLAIN, 2, FEW)[0].digests
+
+
+# -- 7: staleness -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=_name)
+def test_law_7_synchronous_rounds_are_never_stale(strategy: Strategy, size: int) -> None:
+    """One round for every step; one whose backward failed somewhere combines nothing, and does not count."""
+
+    def program(job: Job) -> dict[int, int]:
+        job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
+        model = nn.Linear(3, 3)
+        distribute(model, _optimizer(model), strategy, job=job)
+        for number in range(3):
+            out = model(torch.ones(2, 3))
+            if number == 1 and job.rank == 0:
+                out.register_hook(_fail)
+            try:
+                out.sum().backward()
+            except (BackwardFailed, ZeroDivisionError):
+                engine_of(model).flush()
+            model.zero_grad()
+        return dict(job.ledger.staleness)
+
+    assert run_jobs(size, program) == [{0: 2}] * size
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError("on purpose")
 
 
 # -- 8: bytes ---------------------------------------------------------------------------------------------------------

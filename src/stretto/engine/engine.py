@@ -444,6 +444,8 @@ class Engine:
             for (_, parameter), somewhere in zip(self.dense, used, strict=True):
                 if not somewhere:
                     parameter.grad = None
+        if notes.present:
+            self.job.ledger.count_round(staleness=0)  # everybody's contribution is of this very round
         self._combine_sparse(notes.weight)
         if self._finite is not None:
             combined = [*(bucket.gradients for bucket in self.buckets), *(p.grad for _, p in self.sparse if p.grad is not None)]
@@ -479,7 +481,6 @@ class Engine:
         self._buffers_saved = False
         self._part = Part.WORKING
         self.rounds += 1
-        self.job.ledger.count_round(staleness=0)
         self._sequence += len(self.buckets) * self._numbers_per_bucket
 
     # -- rounds without gradients -------------------------------------------------------------------------------------
