@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,10 +92,15 @@ def _gram_schmidt(x: Tensor) -> None:
     for k in range(x.shape[1]):
         squared = _add_in_halves(x[:, k] * x[:, k])
         good = (squared > least[:, k]) & squared.isfinite()
-        unit = torch.where(good[:, None], x[:, k] / squared.sqrt()[:, None], 0.0)
+        unit = torch.where(good[:, None], x[:, k] / _square_root(squared)[:, None], 0.0)
         x[:, k] = unit
         along = _add_in_halves(x[:, k + 1 :] * unit[:, None])
         x[:, k + 1 :] -= along[:, :, None] * unit[:, None]
+
+
+def _square_root(x: Tensor) -> Tensor:
+    """Rounded correctly: torch's on a CPU may be a library's that is one bit off."""
+    return x.sqrt() if x.device.type != "cpu" else torch.from_numpy(np.sqrt(x.numpy()))
 
 
 def _add_in_halves(x: Tensor) -> Tensor:

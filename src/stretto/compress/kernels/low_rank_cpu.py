@@ -50,8 +50,10 @@ def gram_schmidt(x: Array, products: Array, lost: Array) -> None:
             x[k, i] = 0.0 if lost[k] else x[k, i] / length
         for j in range(k + 1, r):
             along = dot(x[j], x[k], products)
+            for i in range(n):  # apart from the subtraction: in one expression they may be fused, and not rounded in between
+                products[i] = along * x[k, i]
             for i in range(n):
-                x[j, i] -= along * x[k, i]
+                x[j, i] -= products[i]
 
 
 @compiled
