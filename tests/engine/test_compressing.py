@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,12 +36,13 @@ from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 
+_building = threading.Lock()  # torch's random state belongs to the process, and ranks are threads here
 SIGN = ErrorFeedback(Sign(block=64))
 TOP = ErrorFeedback(TopK(0.1))
 
 
 def make(seed: int = 0) -> nn.Sequential:
-    with torch.random.fork_rng():
+    with _building, torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 1))
 

@@ -175,7 +175,7 @@ dist.destroy_process_group()
 def test_a_plain_torch_script_with_ddp_runs_unchanged() -> None:
     for _ in range(3):
         done = stretto_lab("--hosts", "2", "--rate", "1gbit", "--", sys.executable, "-c", DDP)
-        if "terminate called without an active exception" not in done.stderr:  # torch's own end, on a busy machine
+        if "terminate called without an active exception" not in done.stdout + done.stderr:  # torch's own end, on a busy machine
             break
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == ["[host 0] trained", "[host 1] trained"]  # and no warning of torch's
