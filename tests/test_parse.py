@@ -82,3 +82,8 @@ def test_any_text_is_a_strategy_or_a_configuration_error(text: str) -> None:
         assert isinstance(parse(text), Strategy)
     except ConfigurationError as error:
         assert str(error)
+
+
+def test_a_codec_without_parentheses_is_told_so() -> None:
+    with pytest.raises(ConfigurationError, match=r"write Int8\(\), with parentheses"):
+        parse("Strategy(compress=Int8)")

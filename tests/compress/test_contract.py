@@ -170,6 +170,15 @@ def test_bytes_sent_are_as_the_formula_says(codec: Any, size: int) -> None:
     assert workers.bytes_sent == [codec.bytes_sent(workers.layout, rank, size) for rank in range(size)]
 
 
+def test_one_worker_loses_as_much_by_ring_as_otherwise() -> None:
+    """Alone there is no hop to encode at; the values are encoded all the same."""
+    values = _random(88, 1)
+    for algorithm in ("auto", "ring"):
+        workers = Workers(Int8(16), [("x", (88,))], 1, algorithm)
+        (found,) = workers.round([values])
+        assert not torch.equal(found, values) and torch.allclose(found, values, atol=0.02)
+
+
 def test_a_length_that_cannot_be_is_refused_before_memory_is_taken() -> None:
     codec, layout = Threshold(0.5), Layout.of([("x", (10,))])
     steps = codec.exchange(torch.ones(10), Turn(layout, State(layout, CPU), rank=0, world_size=2))

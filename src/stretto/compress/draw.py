@@ -52,8 +52,8 @@ class Draw:
     own: int = 0
 
     @classmethod
-    def of_round(cls, number: int, rank: int, seed: int = 0) -> Draw:
-        shared = mix(seed + mix(number + GOLDEN))
+    def of_round(cls, number: int, rank: int) -> Draw:
+        shared = mix(mix(number + GOLDEN))
         return cls(shared, mix(shared + (rank + 1) * GOLDEN))
 
     def again(self) -> Draw:

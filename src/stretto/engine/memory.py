@@ -9,7 +9,6 @@ had of their own, so the mean over workers, which is what has yet to be said, is
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +19,6 @@ from stretto.compress.state import SERVER, Exported
 from stretto.engine.bucket import Bucket
 
 ENTRY = "stretto"
-
-log = logging.getLogger("stretto")
 
 
 def export(buckets: Sequence[Bucket]) -> tuple[Exported, Exported]:
