@@ -315,7 +315,7 @@ def test_a_worker_that_hangs_is_named_at_the_deadline(start: Start) -> None:
     for job in jobs:
         # 3 s, and at most 1 s to hear from everybody who has arrived. Others may have begun to wait a moment earlier.
         check_survivors(job, job.read("fault"), "WireTimeout", within_s=3.0 + 1.0 + 0.8, after_s=2.5)
-        assert job.state(1) == "S" and job.exit_code(1) is None
+        assert job.state(1) in ("S", "R", "D") and job.exit_code(1) is None  # alive and not stopped: it hangs
 
 
 def test_a_busy_worker_is_not_lost(start: Start) -> None:

@@ -79,7 +79,7 @@ class Coordinator:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = ZapHandler(self._context, secret=secret, encrypted=encrypted)
         self._router = self._context.socket(zmq.ROUTER)
-        self._refusals = RefusalMonitor(self._router)
+        self._refusals = RefusalMonitor(self._router, encrypted)
         self._checked: queue.SimpleQueue[_Checked] = queue.SimpleQueue()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)

@@ -221,16 +221,18 @@ class _Visit:
     linger_s: float = 0.0
 
     def send(self, message: FromWorker) -> None:
-        with contextlib.suppress(zmq.Again):  # just disconnected: the next handshake sends Join again
+        # If the connection has just broken, it waits for the next one, where a Join more or a late Ask does no harm.
+        with contextlib.suppress(zmq.Again):
             self.socket.send_multipart([_protocol_frame(), msgspec.msgpack.encode(message)], zmq.NOBLOCK)
 
     def next(self, timeout_s: float) -> FromCoordinator | int | None:
-        """The next message, or network event (`zmq.EVENT_...`), or None when the time is over."""
+        """The next message, or network event (`zmq.EVENT_...`), or None when the time is over. A message first: what was
+        said counts, whatever became of the connection since."""
         ready: dict[Any, int] = dict(self.poller.poll(int(timeout_s * 1000) + 1))
-        if self.monitor in ready:
-            return int(recv_monitor_message(self.monitor)["event"])
         if self.socket in ready:
             return self._message(self.socket.recv_multipart())
+        if self.monitor in ready:
+            return int(recv_monitor_message(self.monitor)["event"])
         return None
 
     def _message(self, frames: list[bytes]) -> FromCoordinator | None:
@@ -262,7 +264,7 @@ def _visit(launch: Launch, deadline: float) -> Iterator[_Visit]:
     secure_client(dealer, launch.secret, launch.encrypt)
     dealer.setsockopt(zmq.IPV6, int(ipv6))
     dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    dealer.setsockopt(zmq.IMMEDIATE, 1)  # queue for a live connection only
+    # Not zmq.IMMEDIATE: with it, what the coordinator said last is thrown away unread when it ends right after saying it.
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     dealer.setsockopt(zmq.HEARTBEAT_IVL, 1000)
@@ -312,6 +314,7 @@ def _explain_failed_handshake(launch: Launch, auth: bool) -> None:
             "rendezvous port of its own."
         )
     if theirs in ("CURVE", "PLAIN"):
+        _mechanism_at(launch, say=ours)
         raise ConfigurationError(
             f"rank {launch.rank} and the coordinator at {where} disagree on encryption: the worker wants "
             f"{'it on' if launch.encrypt else 'it off'}, the coordinator {'on' if theirs == 'CURVE' else 'off'}.\n"
@@ -324,9 +327,12 @@ def _explain_failed_handshake(launch: Launch, auth: bool) -> None:
         )
 
 
-def _mechanism_at(launch: Launch) -> str | None:
+def _mechanism_at(launch: Launch, say: str | None = None) -> str | None:
     """The security mechanism in the ZMTP greeting of whoever listens at the rendezvous: "" if it does not speak ZMTP 3,
-    None if nobody answers now. (ZeroMQ RFC 37: signature 10 bytes, version 2, mechanism 20, as-server 1, filler 31.)"""
+    None if nobody answers now. (ZeroMQ RFC 37: signature 10 bytes, version 2, mechanism 20, as-server 1, filler 31.)
+
+    With `say`, the other side hears that mechanism from us and is waited for until it hangs up over it. Else only a
+    handshake that broke off is seen there, which may have any cause, and those who wait for this worker learn nothing."""
     assert launch.rendezvous is not None
     # Signature and version only: that makes the other side speak, and it cannot yet hang up over a different mechanism.
     greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"
@@ -336,6 +342,11 @@ def _mechanism_at(launch: Launch) -> str | None:
             answer = b""
             while len(answer) < 32 and (chunk := probe.recv(64)):
                 answer += chunk
+            if say is not None:
+                probe.sendall(say.encode().ljust(20, b"\0") + bytes(32))
+                for _ in range(8):  # the rest of its greeting, then the end; no more from somebody who will not stop
+                    if not probe.recv(64):
+                        break
     except TimeoutError:
         return ""
     except OSError:

@@ -107,6 +107,7 @@ class Why(enum.Enum):
 
     SECRET = "did not know the job secret"
     PLAIN = "did not encrypt, as this job does"
+    ENCRYPTED = "encrypted, as this job does not"
 
 
 @dataclass(frozen=True, slots=True)

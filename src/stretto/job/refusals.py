@@ -8,7 +8,8 @@ ZeroMQ's monitor reports what happens to each connection, in this order:
 Under CURVE a client that does not know the secret cannot even say hello: the cryptographic check fails before ZAP is asked.
 (Under PLAIN it is ZAP that refuses: see `zap`.) The remote address is not part of the report; it is asked of the descriptor
 when the connection is accepted, and unknown if it was closed by then. A handshake that merely breaks off is no refusal:
-probes and port scanners do that.
+probes and port scanners do that. (A worker of ours that does not encrypt as the job does may see that first and hang up before
+its greeting was read here: `introduce` then says it once more and waits until it is turned away.)
 """
 
 from __future__ import annotations
@@ -26,17 +27,15 @@ UNKNOWN = "an unknown address"
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED
 
 
-_REASONS = {
-    int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC): Why.SECRET,
-    int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH): Why.PLAIN,
-}
-
-
 class RefusalMonitor:
     """Watches one server socket. Poll `socket`; `take` never blocks. Use from the thread of the server socket only."""
 
-    def __init__(self, server: zmq.Socket[bytes]) -> None:
+    def __init__(self, server: zmq.Socket[bytes], encrypted: bool) -> None:
         self._server = server
+        self._reasons = {
+            int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC): Why.SECRET,
+            int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH): Why.PLAIN if encrypted else Why.ENCRYPTED,
+        }
         self._addresses: dict[int, str] = {}  # descriptor -> remote address
         self._failed: Why | None = None  # of the connection whose end is reported next
         self.socket = server.get_monitor_socket(_EVENTS)
@@ -59,7 +58,7 @@ class RefusalMonitor:
         if event == zmq.EVENT_ACCEPTED:
             self._addresses[value] = remote_address(value)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._failed = _REASONS.get(value)
+            self._failed = self._reasons.get(value)
         elif event == zmq.EVENT_DISCONNECTED:
             address = self._addresses.pop(value, UNKNOWN)
             why, self._failed = self._failed, None
