@@ -15,7 +15,7 @@ from collectives.ranks import Rank
 from stretto.collectives.catalogue import find, names
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import DEFAULT_SEGMENT_BYTES
-from stretto.plan.choose import FINALISTS, SIZES, TRIAL_S, TRIAL_SIZES, Choices, Trial, choose, ranking, trials
+from stretto.plan.choose import FINALISTS, RING_MARGIN, SIZES, TRIAL_S, TRIAL_SIZES, Choices, Trial, choose, ranking, trials
 from stretto.plan.costs import plan_cost
 from stretto.plan.network import PROBE_BYTES, LinkEstimate, measure, slowest
 from stretto.testing import run_virtual
@@ -97,6 +97,16 @@ def test_what_was_tried_out_beats_the_prediction_near_the_sizes_tried() -> None:
     choices = choose(4, GIGABIT, DEFAULT_SEGMENT_BYTES, tried=tried)
     assert {choices.algorithm(n) for n in (64, 1024, 4096, 8192)} == {"master_worker"}
     assert choices.algorithm(1 << 26) == choose(4, GIGABIT, DEFAULT_SEGMENT_BYTES).algorithm(1 << 26)
+
+
+def test_a_ring_is_taken_where_it_is_hardly_slower_for_several_buckets_do_not_get_in_each_others_way() -> None:
+    slow = LinkEstimate(alpha=6e-4, beta=3e-7, gamma=3e-11)  # four hosts at 28 Mbit/s, as measured
+    (best, first), *others = ranking(4, 4 << 20, slow, DEFAULT_SEGMENT_BYTES, 1)
+    ring = next(seconds for seconds, name in others if name == "ring")
+    assert first == "halving_doubling" and best < ring < (1 + RING_MARGIN) * best
+    choices = choose(4, slow, DEFAULT_SEGMENT_BYTES)
+    assert choices.algorithm(4 << 20) == "ring"
+    assert choices.algorithm(64) != "ring"  # six rounds instead of two: far more than the margin
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
