@@ -6,7 +6,8 @@
 
 It is `stretto bench compress` with all codecs, and then the claims: each compares calls with a copy that took turns with them.
 
-    CPU    Int8, Sign, BFloat16: encoding and then decoding at 50 % of a copy's rate, on one core
+    CPU    Int8, Sign, BFloat16: encoding and then decoding at 50 % of a copy's rate, on one core. All three write to memory
+           that is there, as they do in training; beside it stands what the same calls take into new memory (`_new`).
     GPU    the same codecs: encoding, and decoding, each at 75 % of a copy's rate; TopK: encoding in 3 times a copy's time
 
 Writes `compress_MACHINE_DATE.json` (every time of every round, versions, machine) and `.md` (claims with verdicts, then all rows,
@@ -61,8 +62,9 @@ CLAIMS = {
         Claim("TopK(0.01)", ("encode",), 1 / 3),
     ),
 }
-BESIDE = {  # no claims: what the exchanges call, which need no new memory
-    "cpu": tuple(Claim(codec, ("encode", "add_decoded"), 0.5) for codec in FAST),
+IN_TRAINING, NEW_MEMORY = ("encode", "add_decoded"), ("encode_new", "decode_new")
+BESIDE = {  # no claims: what the exchanges call, and what it is worth to write to memory that is there
+    "cpu": tuple(Claim(codec, calls, 0.5) for calls in (IN_TRAINING, NEW_MEMORY) for codec in FAST),
     "cuda": tuple(Claim(codec, (call,), 0.75) for codec in FAST for call in ("encode_residual", "add_decoded")),
 }
 

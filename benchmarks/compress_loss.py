@@ -5,7 +5,8 @@
 
 A byte-level GPT on the text of Python's standard library (every tenth module is kept for validation), a few hundred steps. All
 runs of one seed begin with the same weights and see the same batches; each row is the mean over seeds of loss / uncompressed
-loss - 1, where the uncompressed run has the same optimizer and rate.
+loss - 1, where the uncompressed run has the same optimizer and rate. The rate rises over the first `RISE` steps and falls along a
+cosine to nothing, as is usual for such models.
 
 The four workers of a run live in one process: their gradients are computed one after the other, and their exchanges run side by
 side in memory (`stretto.bench.compress_together`), through the same code as over a wire. Writes `compress_loss_MACHINE_DATE.json`
@@ -15,6 +16,7 @@ and `.md`.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import subprocess
 import sys
@@ -39,7 +41,8 @@ from stretto.parsing import parse
 RESULTS = Path(__file__).parent / "results"
 WORKERS, LENGTH, ROWS = 4, 64, 2
 SGD, ADAM, PLAIN = "SGD, momentum 0.9", "AdamW", "SGD"
-RATES = {SGD: 0.003, ADAM: 1e-3, PLAIN: 1e-3}
+RATES = {SGD: 0.01, ADAM: 1e-3, PLAIN: 1e-3}  # the highest of the schedule
+RISE = 30
 BASES = {SGD: "uncompressed, SGD", ADAM: "uncompressed, AdamW", PLAIN: "uncompressed, AdamW"}
 WARM_UP = 75
 RUNS: dict[str, tuple[str, str]] = {  # name -> (compress=..., optimizer)
@@ -108,6 +111,7 @@ def train(name: str, seed: int, steps: int, device: torch.device, rate: float | 
     torch.manual_seed(seed)
     model, text = Gpt(192, 6, 6, LENGTH).to(device), Text(device)
     optimizer = _optimizer(model, kind, rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_rate(step, steps))
     named = list(model.named_parameters())
     layout = Layout.of((parameter_name, parameter.shape) for parameter_name, parameter in named)
     together = Together(parse(f"Strategy(compress={compress})").compress, layout, WORKERS, device)
@@ -119,6 +123,7 @@ def train(name: str, seed: int, steps: int, device: torch.device, rate: float | 
         for (_, parameter), place in zip(named, layout.places, strict=True):
             parameter.grad = gradients[0][place.start : place.stop].view(parameter.shape)
         optimizer.step()
+        schedule.step()
     loss, seconds = validate(model, text), time.perf_counter() - begin
     return Row(
         run=name, compress=compress, optimizer=kind, rate=rate, seed=seed, loss=loss, seconds=seconds, megabytes_sent=sent / 1e6
@@ -129,6 +134,10 @@ def _optimizer(model: nn.Module, kind: str, rate: float) -> torch.optim.Optimize
     if kind == ADAM:
         return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9 if kind == SGD else 0.0)
+
+
+def _share_of_rate(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / RISE) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def _gradient(model: nn.Module, rows: Tensor) -> Tensor:
@@ -191,9 +200,10 @@ def as_markdown(report: Report) -> str:
         f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}"
         f"{', ' + machine.gpu if machine.gpu else ''}; {versions}.",
         "",
-        f"Byte-level GPT, 2.8 M parameters, {WORKERS} workers with {ROWS} x {LENGTH} bytes each, {report.steps} steps. "
+        f"Byte-level GPT, 2.8 M parameters, {WORKERS} workers with {ROWS} x {LENGTH} bytes each, {report.steps} steps, "
+        f"the rate rising for {RISE} and then falling along a cosine to 0. "
         f"Validation loss, paired over seeds: mean of loss / uncompressed loss - 1 with the same optimizer and rate (1-bit Adam: "
-        f"with AdamW), and its smallest and largest. Uncompressed losses of different seeds spread by {spread:.1%} (std)."
+        f"with AdamW), and its smallest and largest. Uncompressed losses of different seeds spread by {spread:.1%} (std).",
         "",
         "| run | `compress=` | optimizer, rate | loss | over uncompressed | smallest to largest | target | verdict | MB sent |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -49,6 +49,9 @@ def distribute(
     `buffers`: "broadcast" gives every worker rank 0's buffers (BatchNorm statistics) before each forward in training, "local"
     leaves them alone. `check_finite=True` raises `NonFiniteGradient`, naming rank and parameter, on all workers. `scaler`: the
     `GradScaler` of the loop, if there is one and `compress=` is lossy: what is left over from a step must not carry its scale.
+
+    It lasts as long as somebody holds the model or the optimizer given here. When both are dropped, its memory and threads are
+    free at the next garbage collection, on each worker by itself: nothing is sent.
     """
     job = job or current_job()
     chosen, problem = Strategy(), None

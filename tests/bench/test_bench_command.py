@@ -13,7 +13,8 @@ import pytest
 from stretto.bench.results import Report
 from stretto.lab import lab_available
 
-LIMIT_S = 90
+LIMIT_S = 200
+pytestmark = pytest.mark.timeout(300)
 
 SMALL = ["--sizes", "4K,128K", "--repeat", "2", "--algorithms", "auto,ring"]
 

@@ -14,17 +14,20 @@ import torch
 
 from stretto.bench.command import app
 from stretto.bench.compress_break_even import break_even_mbit, pays, recommended, round_seconds, speed_up
-from stretto.bench.compress_measure import measure
+from stretto.bench.compress_measure import Field, measure, turns_of
 from stretto.bench.compress_results import CompressReport, CompressRow, Timing, timing
 from stretto.bench.compress_settings import DEFAULT_CODECS, CompressSettings, check, compression_of, parse_codecs, parse_rates
 from stretto.bench.compress_show import as_json, link, rate, show
 from stretto.bench.machine import describe
+from stretto.compress import kept_memory
 from stretto.compress.int8 import Int8
+from stretto.compress.kept_memory import KeptMemory
+from stretto.compress.kernels.compiling import has_numba
 from stretto.errors import ConfigurationError
 from stretto.strategy import ANSWERS
 
 LIMIT_S = 90
-CALLS = {"encode", "decode", "encode_residual", "add_decoded"}
+CALLS = {"encode", "decode", "encode_residual", "add_decoded", "encode_new", "decode_new"}
 
 
 # -- what may be asked ------------------------------------------------------------------------------------------------
@@ -107,6 +110,29 @@ def test_every_codec_has_a_row_with_all_that_it_can_do() -> None:
     assert rows["Sign()"].quality["gaussian"].contraction == pytest.approx(2 / torch.pi, abs=0.02)
     assert rows["Sign()"].quality["gradient-like"].contraction < 0.6
     assert rows["ErrorFeedback(Sign())"].payload_bytes == rows["Sign()"].payload_bytes
+
+
+@pytest.mark.skipif(not has_numba(), reason="torch takes memory of its own")
+def test_codecs_write_to_memory_that_is_there_except_where_it_says_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    real = KeptMemory._take
+
+    def take(memory: KeptMemory, num_units: int) -> torch.Tensor:
+        taken.extend([num_units] * (not memory._free.get(num_units)))
+        return real(memory, num_units)
+
+    monkeypatch.setattr(kept_memory, "UNIT_BYTES", 1024)
+    monkeypatch.setattr(KeptMemory, "_take", take)
+    field = Field(16 << 10, CompressSettings(sizes=[16 << 10], codecs=[]), torch.device("cpu"))
+    turns = turns_of(Int8(), field)
+    takes = set()
+    for name, turn in turns.items():
+        for _ in range(2):
+            taken.clear()
+            turn()
+        takes |= {name} if taken else set()
+
+    assert turns.keys() == CALLS and takes == {"encode_new", "decode_new"}
 
 
 def test_where_rounds_would_take_too_long_there_are_fewer() -> None:

@@ -78,6 +78,7 @@ def test_a_quick_run_writes_both_files_with_all_claims(script: ModuleType, tmp_p
     text = written.with_suffix(".md").read_text()
     for codec in ("Int8()", "Sign()", "BFloat16()"):
         assert f"| {codec}, encode + decode: x a copy's rate, at least | 16 KB | 0.50 |" in text
+        assert f"| {codec}, encode_new + decode_new: x a copy's rate, at least | 16 KB | 0.50 |" in text
     assert "the claim is about 64 MB" in text and "when it pays" in text and "at 100 Mbit/s these pay" in text
 
 

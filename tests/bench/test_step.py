@@ -18,7 +18,8 @@ from stretto.errors import ConfigurationError
 from stretto.lab import lab_available
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step.py"
-LIMIT_S = 90
+LIMIT_S = 200
+pytestmark = pytest.mark.timeout(300)
 
 
 def step(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.together import Workers
+from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.draw import Draw, mix, mix_tensor
 from stretto.compress.ef21 import EF21
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
@@ -20,9 +21,11 @@ from stretto.compress.layout import Blocks, Layout
 from stretto.compress.none import NoCompression
 from stretto.compress.one_bit_adam import OneBitAdam
 from stretto.compress.power_sgd import PowerSGD
+from stretto.compress.qsgd import QSGD
 from stretto.compress.rounds import Gather, Turn, parts
 from stretto.compress.sign import Sign
 from stretto.compress.state import SERVER, State
+from stretto.compress.tern_grad import TernGrad
 from stretto.compress.threshold import Threshold
 from stretto.compress.top_k import TopK
 from stretto.compress.warm_up import WarmUp
@@ -194,6 +197,37 @@ def test_error_feedback_refuses_what_has_nothing_to_feed_back() -> None:
     for codec in wrong:
         with pytest.raises(ConfigurationError, match=r"(?s)ErrorFeedback\(.*Write it around a lossy codec"):
             ErrorFeedback(codec)
+
+
+@pytest.mark.parametrize("codec", [Int8(stochastic=True), Int8(block=4096, stochastic=True), BFloat16(stochastic=True)], ids=repr)
+def test_rounding_at_random_to_many_levels_is_a_contraction_and_may_be_fed_back(codec: Any) -> None:
+    """Also for the worst of vectors: one value of 1, and the others where they err most for their size."""
+    assert ErrorFeedback(codec).codec == codec and codec.unbiased
+    a = 4095 / 127**2
+    values = torch.full((4096,), ((1 + a) ** 0.5 - 1) / a / 127)
+    values[::256] = 1.0
+    layout = Layout.of([("x", (4096,))])
+    blocks, errors = codec.blocks(layout), []
+    for number in range(20):
+        draw = Draw.of_round(number, 0)
+        errors.append((codec.decode(codec.encode(values, blocks, draw), blocks, draw) - values).double().square().sum())
+    assert 0 < float(torch.stack(errors).mean() / values.double().square().sum()) < 0.3
+
+
+def test_what_may_grow_without_bound_is_refused_wherever_it_would_be_fed_back() -> None:
+    assert ErrorFeedback(Int8(64515, stochastic=True)) and ErrorFeedback(Int8(10**6))
+    for codec in (TernGrad(), QSGD(4), Int8(64516, stochastic=True)):
+        assert codec.no_contraction is not None and codec.no_residual is None
+        for around in (ErrorFeedback, EF21, lambda codec: WarmUp(3, ErrorFeedback(codec))):
+            with pytest.raises(ConfigurationError, match=rf"(?s)what is left over .*rite {type(codec).__name__}\(.*alone"):
+                around(codec)
+
+
+def test_without_error_feedback_nothing_is_kept_of_the_means_either() -> None:
+    for codec in (TernGrad(), QSGD(4)):
+        workers = Workers(codec, SHAPES, 3)
+        workers.round([_random(workers.layout.num_elements, rank) for rank in range(3)])
+        assert workers.bytes_sent[0] > 0 and not any(kinds for kinds in workers.states[0].own.export().values())
 
 
 # -- warm-up ----------------------------------------------------------------------------------------------------------

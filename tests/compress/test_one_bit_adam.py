@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from stretto.compress.codec import Codec
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.none import NoCompression
 from stretto.compress.one_bit_adam import OneBitAdam
+from stretto.compress.qsgd import QSGD
 from stretto.compress.random_k import RandomK
 from stretto.compress.sign import Sign
 from stretto.compress.state import SERVER, State
@@ -148,6 +153,80 @@ def test_a_discarded_round_leaves_everything(after: int) -> None:
         assert torch.equal(workers.round(grads)[0], other.round(grads)[0])
 
 
+# A worker of P, on a processor of its own kind: what came from the wire is read from a file, so it is the same for all of them.
+# The first to run has no such file yet, and writes one with what all P workers would have sent.
+ONE_WORKER = """
+import hashlib, sys
+from pathlib import Path
+import torch
+from compress.together import Workers
+from stretto.compress.one_bit_adam import OneBitAdam
+from stretto.compress.sign import Sign
+from stretto.compress.top_k import TopK
+
+class Recorded(Workers):
+    came = []
+    def carry_out(self, asked):
+        results = super().carry_out(asked)
+        self.came.append(results[-1].clone())
+        return results
+
+def all_workers(workers, number):
+    generator = torch.Generator().manual_seed(number)
+    return workers.round([torch.randn(5003, generator=generator) for _ in workers.states])[-1]
+
+def last_worker(workers, number, came):
+    values, rank = torch.zeros(5003), len(workers.states) - 1
+    steps = workers.compression.exchange(values, workers.turn(rank))
+    asked = next(steps, None)
+    while asked is not None:
+        try:
+            asked = steps.send(came.pop(0))
+        except StopIteration:
+            asked = None
+    workers.states[rank].commit()
+    workers.rounds += 1
+    return values
+
+torch.set_num_threads(1)
+file, digest = Path(sys.argv[1]), hashlib.sha256()
+came = torch.load(file) if file.exists() else None
+for size, codec in ((2, Sign(block=64)), (3, Sign(block=64)), (2, TopK(0.1))):
+    workers = Recorded(OneBitAdam(warm_up=4, codec=codec), [("w", (61, 82)), ("bias", (1,))], size)
+    parameters = torch.zeros(5003)
+    for number in range(10):
+        values = all_workers(workers, number) if came is None else last_worker(workers, number, came)
+        parameters -= 0.1 * values
+        digest.update(values.numpy().tobytes() + parameters.numpy().tobytes())
+    for kind in ("m", "v"):
+        digest.update(workers.states[-1].shared.flat(kind).numpy().tobytes())
+if came is None:
+    torch.save(Recorded.came, file)
+print(torch.backends.cpu.get_cpu_capability(), digest.hexdigest())
+"""
+
+
+@pytest.mark.processes
+def test_unlike_processors_compute_the_same_bits(tmp_path: Path) -> None:
+    """torch multiplies and adds in one rounding where the processor can, and in two where it cannot."""
+    found = [_run_worker(tmp_path / "from_the_wire", capability) for capability in (None, "default")]
+    (own, digest), (plain, other) = found
+    if own == plain:
+        pytest.skip(f"this processor has no other vector code than {own}")
+    assert digest == other
+
+
+def _run_worker(file: Path, capability: str | None) -> list[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
+    environ |= {} if capability is None else {"ATEN_CPU_CAPABILITY": capability}
+    tests = Path(__file__).parents[1]
+    environ["PYTHONPATH"] = os.pathsep.join([str(tests.parent / "src"), str(tests)])
+    command = [sys.executable, "-c", ONE_WORKER, str(file)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_bytes_after_the_warm_up_are_those_of_the_codec(size: int) -> None:
     compression = OneBitAdam(warm_up=1, codec=SIGN)
@@ -198,6 +277,7 @@ def test_it_converges(codec: Codec) -> None:
         {"codec": NoCompression()},
         {"codec": ErrorFeedback(TopK(0.1))},
         {"codec": Sign(vote=True)},
+        {"codec": QSGD(4)},
         {"codec": Sign},
     ],
     ids=str,

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from compress import few_bits as laws
 from compress.few_bits import DRAW, KINDS, flat, gaussian, kinds, said
+from compress.together import Workers
 from stretto.compress.draw import Draw
+from stretto.compress.ef21 import EF21
+from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.layout import Layout
 from stretto.compress.qsgd import QSGD, Norm
 from stretto.errors import ConfigurationError
@@ -124,7 +127,57 @@ def test_draws_by_round(norm: Norm) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_error_feedback_conserves(size: int) -> None:
-    laws.assert_conserved(QSGD(bits=3, bucket=16), size)
+    laws.assert_conserved(QSGD(bits=3, bucket=8), size)
+
+
+ALLOWED = [QSGD(5), QSGD(5, norm="l2"), QSGD(6), QSGD(8), QSGD(8, bucket=64515), QSGD(3, bucket=35)]
+REFUSED = [QSGD(), QSGD(2), QSGD(4, norm="l2"), QSGD(5, bucket=900), QSGD(8, bucket=64516), QSGD(3, bucket=36), QSGD(2, bucket=4)]
+
+
+@pytest.mark.parametrize("codec", REFUSED, ids=repr)
+def test_error_feedback_is_refused_where_residuals_may_grow(codec: QSGD) -> None:
+    for around in (ErrorFeedback, EF21):
+        with pytest.raises(ConfigurationError, match=r"(?s)may grow without bound.*rite QSGD\(.*alone.*contraction"):
+            around(codec)
+
+
+@pytest.mark.parametrize("codec", ALLOWED, ids=repr)
+def test_error_feedback_is_allowed_where_it_is_a_contraction(codec: QSGD) -> None:
+    """Also for the worst of vectors: one value of 1, and the others where they err most for their size."""
+    assert ErrorFeedback(codec).codec == codec
+    ratio = _ratio_at_worst(codec)
+    assert 0 < ratio < 1
+
+
+def test_with_few_bits_it_is_no_contraction() -> None:
+    assert _ratio_at_worst(QSGD(4)) > 1.1
+
+    residual = torch.zeros(512)
+    for number in range(50):
+        residual += gaussian(512, number)
+        residual -= said(QSGD(4, norm="l2"), residual, draw=Draw.of_round(number, 0))
+    assert residual.norm() > 100 * 512**0.5  # a hundred gradients long
+
+
+def _ratio_at_worst(codec: QSGD, rounds: int = 50) -> float:
+    """(sqrt(1 + a) - 1) / 2 with "max", for a = d / s^2."""
+    levels, numel = 2 ** (codec.bits - 1) - 1, codec.bucket
+    a = (numel - 1) / levels**2
+    values = torch.full((numel,), ((1 + a) ** 0.5 - 1) / a / levels)
+    values[0] = 1.0
+    errors = [(said(codec, values, draw=Draw.of_round(t, 0)) - values).double().square().sum() for t in range(rounds)]
+    return float(torch.stack(errors).mean() / values.double().square().sum())
+
+
+def test_residuals_stay_bounded_where_they_are_allowed() -> None:
+    """|e| <= r / (1 - r) |g| for gradients of one length, r = sqrt(omega)."""
+    workers = Workers(ErrorFeedback(QSGD(5)), [("w", (512,))], 3)
+    for number in range(100):
+        workers.round([gaussian(512, 3 * number + rank) / 512**0.5 for rank in range(3)])
+    r = 0.57**0.5
+    for rank in range(3):
+        assert laws.left(workers, rank).norm() < 1.1 * r / (1 - r)
+        assert laws.left(workers, rank, "server_residual").norm() < 1.1 * r / (1 - r)
 
 
 @given(data=st.data(), bits=st.sampled_from(WIDTHS), bucket=st.integers(1, 12))

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from compress import few_bits as laws
 from compress.few_bits import DRAW, KINDS, flat, gaussian, kinds, said
 from stretto.compress.draw import Draw
+from stretto.compress.ef21 import EF21
+from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.layout import Layout
 from stretto.compress.tern_grad import TernGrad
 from stretto.errors import ConfigurationError
@@ -119,9 +121,20 @@ def test_draws_by_round() -> None:
     laws.assert_draws_by_round(TernGrad())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_error_feedback_conserves(size: int) -> None:
-    laws.assert_conserved(TernGrad(block=16), size)
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_error_feedback_is_refused(codec: TernGrad) -> None:
+    for around in (ErrorFeedback, EF21):
+        with pytest.raises(ConfigurationError, match=r"(?s)grows and is not said.*rite TernGrad\(.*alone.*contraction"):
+            around(codec)
+
+
+def test_what_would_be_left_over_grows() -> None:
+    codec, residual = TernGrad(clip=None), torch.zeros(4096)
+    for number in range(50):
+        residual += gaussian(4096, number)
+        residual -= said(codec, residual, draw=Draw.of_round(number, 0))
+
+    assert residual.norm() > 10 * 4096**0.5  # ten gradients long
 
 
 @given(data=st.data(), block=st.integers(1, 12))

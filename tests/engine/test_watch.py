@@ -78,9 +78,14 @@ def test_a_layer_that_takes_the_place_and_the_address_of_another_is_noticed() ->
     assert watch.changed(closely=False)
 
 
-def test_looking_at_2000_parameters_takes_less_than_a_millisecond() -> None:
-    watch = Watch(nn.Sequential(*(nn.Linear(1, 1) for _ in range(1000))))
-    assert min(timeit.repeat(lambda: watch.changed(closely=False), number=1, repeat=20)) < 1e-3
+def test_looking_at_2000_parameters_is_quicker_than_listing_them() -> None:
+    """0.3 ms against 1.3 ms where this was written; the best of many counts, for others use the machine too."""
+    layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(1000)))
+    watch = Watch(layers)
+    ways: list[Callable[[], object]] = [lambda: watch.changed(closely=False), lambda: list(layers.parameters())]
+    turns = [[timeit.timeit(way, number=1) for way in ways] for _ in range(100)]
+    look, listing = (min(taken) for taken in zip(*turns, strict=True))
+    assert look < listing / 2, (look, listing)
 
 
 def test_a_buffer_is_replaced_wherever_the_model_has_it() -> None:

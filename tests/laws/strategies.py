@@ -67,6 +67,7 @@ COMPRESSIONS: list[Compression] = [
     DeMo(k=4, chunk=8),
     OneBitAdam(2, codec=Sign(block=64)),
     ErrorFeedback(Int8(block=32)),
+    ErrorFeedback(QSGD(bits=8, bucket=64)),
     ErrorFeedback(OneBit()),
     ErrorFeedback(Sign(block=64)),
     ErrorFeedback(TopK(0.05)),

@@ -3,9 +3,9 @@
 For n values (m = 4n bytes) and P workers, t the median over rounds:
 
     GB/s            m / t / 10^9, of encoding, decoding, ... and of a copy, which took turns with them
-    of a copy       t_copy / t          1 = as fast as copying the values into memory that is there. Decoding takes new memory,
-                    which a system may have to clear first: then a copy into new memory (`clone`) is as slow. The exchanges do
-                    not do that: they add what they decode to memory that is there.
+    of a copy       t_copy / t          1 = as fast as copying the values into memory that is there. So do codecs write, from
+                    the second round on. New memory a system may have to clear first: then `encode_new` and `decode_new` are
+                    slow, as is a copy into new memory (`clone`).
     bits per value  8 * payload / n     payload: what a worker gives to collectives in a round, were it alone
     relative error  |x - C(x)| / |x|    C(x): what a worker gets back in its first round, were it alone
     contraction     1 - |x - C(x)|^2 / |x|^2
@@ -41,7 +41,8 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompressRow(msgspec.Struct, frozen=True, kw_only=True):
-    """`clone`: a copy into new memory. `calls`: encode, decode, encode_residual and add_decoded, of a codec that has them.
+    """`clone`: a copy into new memory. `calls`: encode, decode, encode_residual and add_decoded, of a codec that has them, to
+    memory that is there; on the CPU also encode_new and decode_new, to memory that is new in each call.
     `quality`: by kind of values; empty where a direction is handed out and not the gradient. `break_even_mbit`: None if it never
     pays."""
 

@@ -74,12 +74,12 @@ class BFloat16(Codec):
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
         halves = _halves(payload, blocks)
         if _has_gpu_kernel(payload):
-            return self._decode_on_gpu(halves, torch.empty(len(halves), device=payload.device), adding=False)
+            return self._decode_on_gpu(halves, blocks.memory.empty(len(halves), torch.float32, payload.device), adding=False)
         if not _has_kernel(payload):
             return decode_in_torch(halves)
         from stretto.compress.kernels import bfloat16_cpu as kernels
 
-        out = torch.empty(len(halves))
+        out = blocks.memory.empty(len(halves), torch.float32, payload.device)
         _refuse_if(kernels.decode(halves.numpy().view("u2"), out.numpy().view("u4")))
         return out
 
@@ -114,7 +114,7 @@ class BFloat16(Codec):
     def _encode_by_kernel(self, values: Tensor, blocks: Blocks, draw: Draw, *, residual: bool) -> Tensor:
         from stretto.compress.kernels import bfloat16_cpu as kernels
 
-        halves = torch.empty(len(values), dtype=torch.int16)
+        halves = blocks.memory.empty(len(values), torch.int16, values.device)
         bits, out = values.numpy().view("u4"), halves.numpy().view("u2")
         if self.stochastic:
             bounds, keys = blocks.bounds.numpy(), blocks.keys.numpy()

@@ -9,8 +9,9 @@ own: the engine runs it over a wire, tests run all workers' generators side by s
     encode(values, blocks, draw)    float32 vector -> bytes (uint8 vector, on the same device)
     decode(payload, blocks, draw)   bytes -> float32 vector; raises `MalformedPayload` for what no encoder writes
 
-byte-exact as its docstring says, `num_bytes(blocks)` long. Every exchange, and whoever else sends values, uses the same two
-functions. How payloads meet (`exchange.py`) follows from what the codec says of itself:
+byte-exact as its docstring says, `num_bytes(blocks)` long. What they return lies in `blocks.memory`, if they like: it is used
+again when nobody sees it any more. Every exchange, and whoever else sends values, uses the same two functions. How payloads meet
+(`exchange.py`) follows from what the codec says of itself:
 
     payload_dtype   payloads, seen as this dtype, may be added                                        summed
     splits          every block stands for itself, so blocks may be shared out among workers          two-phase
@@ -46,6 +47,7 @@ class Compression(ABC):
     remembers: ClassVar[bool] = False  # what it has not said, by itself: then error feedback around it makes no sense
     no_abstention: ClassVar[str | None] = None  # why a worker without data cannot leave its say to the others, if so
     no_residual: ClassVar[str | None] = None  # why what it says and what it is given cannot be compared, if so
+    no_contraction: ClassVar[str | None] = None  # why what it leaves unsaid may grow from round to round, if so
     hands_out: ClassVar[Literal["mean", "direction"]] = "mean"  # a direction does not grow with the gradients, nor with weights
     flat_kinds: ClassVar[frozenset[str]] = frozenset()  # of its state: the kinds that are vectors as long as the bucket
 

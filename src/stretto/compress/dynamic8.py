@@ -66,7 +66,7 @@ class Dynamic8(Codec):
             return decode_in_torch(scales, codes, blocks)
         from stretto.compress.kernels import dynamic8_cpu as kernels
 
-        out = torch.empty(len(codes))
+        out = blocks.memory.empty(len(codes), torch.float32, payload.device)
         _refuse_if(not kernels.decode(scales.numpy().view("u4"), codes.numpy(), blocks.bounds.numpy(), out.numpy()))
         return out
 
@@ -96,7 +96,7 @@ class Dynamic8(Codec):
     def _encode_by_kernel(self, values: Tensor, blocks: Blocks, *, residual: bool) -> Tensor:
         from stretto.compress.kernels import dynamic8_cpu as kernels
 
-        payload = torch.empty(self.num_bytes(blocks), dtype=torch.uint8)
+        payload = blocks.memory.empty(self.num_bytes(blocks), torch.uint8, values.device)
         split = 4 * len(blocks)
         scales, codes = payload[:split].numpy().view("u4"), payload[split:].numpy()
         encode = kernels.encode_residual if residual else kernels.encode

@@ -12,7 +12,7 @@ Invariant:  e = mean of e_i over the workers, up to rounding. In a two-phase exc
             EF21-BC, compressed in both directions, and costs no more than error feedback does.
 Bytes:      as the codec alone: gathered (P - 1) L, two-phase 2 L (P - 1) / P for payloads of L bytes.
 Memory:     16 bytes per parameter (e_i and e, each with its successor until the round has ended well everywhere), two-phase
-            8 / P more, with `momentum` 8 more; 4 while a round runs.
+            8 / P more, with `momentum` 8 more; 4 that are kept for what a round computes.
 Options:    `momentum` = eta: v_i = (1 - eta) v_i + eta g_i is estimated in place of g_i, v_i = g_i in the first round; batches
             may then be small (EF21-SGDM).
             `participation` = p: a worker takes part in a round with probability p, else it says that nothing has changed, and its
@@ -81,7 +81,8 @@ class EF21(Compression):
         own, shared = turn.state.own, turn.state.shared
         estimate, mean = own.flat(ESTIMATE), shared.flat(MEAN)
         target = own.next_flat(ESTIMATE).copy_(self._target(values, turn))
-        residual = target - estimate
+        memory = turn.blocks_of(self.codec).memory
+        residual = torch.sub(target, estimate, out=memory.empty(len(target), torch.float32, target.device))
         yield from exchange(self.codec, values, turn, self._feedback(residual, turn))
         target.sub_(residual)  # what remains is e_i + c_i
         values.copy_(torch.add(mean, values, out=shared.next_flat(MEAN)))
@@ -129,7 +130,7 @@ def _no_contraction(codec: object) -> str | None:
             "Write it around a lossy codec: EF21(TopK(0.01)), EF21(Sign()); to choose by name, ByParameter(('*.bias', "
             "NoCompression()), ('*', EF21(Sign())))."
         )
-    if (reason := codec.no_residual) is not None:  # a vote
+    if (reason := codec.no_residual or codec.no_contraction) is not None:  # a vote; TernGrad, clipped or not
         return f"{reason}.\nWrite {codec!r} alone, or EF21 around a contraction: EF21(TopK(0.01)), EF21(Sign())."
     if codec.unbiased:
         return (

@@ -9,7 +9,8 @@ Invariant (conservation): the sum of everything sent plus the residual is the su
 Units:      of the gradient, not of the update: the learning rate may change freely. (With weights, of weight times gradient; with
             a `GradScaler` given to `distribute(scaler=...)`, unscaled.)
 Memory:     8 bytes per parameter (the residual, and the next one until the round has ended well everywhere); two-phase: 8/P more.
-Converges for any contraction C with the rate of plain SGD up to higher-order terms.
+Converges for any contraction C, E|C(x) - x|^2 <= (1 - delta) |x|^2, with the rate of plain SGD up to higher-order terms. What is
+            none is refused (`no_contraction`), so a second residual, too, is only ever kept of contractions.
 References: Seide et al., "1-Bit SGD", Interspeech 2014; Stich et al., "Sparsified SGD with Memory", NeurIPS 2018; Karimireddy et
             al., ICML 2019. Departs from the last: the learning rate stays outside of the residual.
 """
@@ -46,6 +47,12 @@ class ErrorFeedback(Compression):
             raise ConfigurationError(
                 f"ErrorFeedback({self.codec!r}): {reason}.\n"
                 f"Write it around a lossy codec: ErrorFeedback(Sign()), ErrorFeedback(TopK(0.01)), ErrorFeedback(PowerSGD(4))."
+            )
+        if (reason := self.codec.no_contraction) is not None:
+            raise ConfigurationError(
+                f"ErrorFeedback({self.codec!r}): {reason}.\n"
+                f"It is right on average (but for what it clips) and needs no error feedback: write {self.codec!r} alone.\n"
+                f"Or take a contraction: ErrorFeedback(OneBit()), ErrorFeedback(Sign()), ErrorFeedback(QSGD(8))."
             )
 
     def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:

@@ -13,6 +13,9 @@ times, where gathering encodes once: up to P = 2 gathering is as cheap and loses
 
 Payloads whose length depends on the values are gathered after their lengths (8 bytes each), padded to the longest.
 
+Memory:     what a round is computed in is kept for the next one (`kept_memory.py`) where it is 1 MiB or more: summed L, gathered
+            (P + 1) L, two-phase L + (2 L + 4 n) / P bytes. Not kept: payloads whose length depends on the values.
+
 References: two-phase: Tang et al., "1-bit Adam", ICML 2021, section 5 (there with one scale per worker and chunk). Departs from
 it: chunks are whole blocks, so what is computed does not depend on who computes it.
 """
@@ -29,6 +32,7 @@ from stretto.collectives.hop import Hop
 from stretto.collectives.plan import Kind
 from stretto.collectives.schedule import Action, compile_plan
 from stretto.compress.draw import Draw
+from stretto.compress.kept_memory import KeptMemory
 from stretto.compress.layout import Blocks
 from stretto.compress.rounds import Gather, Steps, Sum, SumInHops, Transpose, Turn, parts
 from stretto.errors import FrameError, MalformedPayload
@@ -91,11 +95,13 @@ def _in_hops(codec: Codec, values: Tensor, turn: Turn) -> Steps:
 def _gathered(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None) -> Steps:
     blocks = turn.blocks_of(codec)
     payload = _encode(codec, values if feedback is None else feedback.residual, blocks, turn.draw, feedback)
-    lengths = [len(payload)] * turn.world_size
+    lengths, table = [len(payload)] * turn.world_size, None
     if codec.num_bytes(blocks) is None:
         told = yield Gather(torch.tensor([len(payload)]))
         lengths = _checked(told.flatten().tolist(), codec, blocks)
-    rows = yield Gather(_padded(payload, max(lengths)))
+    else:
+        table = blocks.memory.empty((turn.world_size, len(payload)), torch.uint8, payload.device)
+    rows = yield Gather(_padded(payload, max(lengths), blocks.memory), table)
     values.zero_()
     for rank, length in enumerate(lengths):
         _add(codec, rows[rank, :length], blocks, turn.draw, values, rank)
@@ -114,15 +120,18 @@ def _two_phase(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | No
     shares, mine = turn.parts_of(codec), turn.parts_of(codec)[turn.rank]
     lengths = [_length(codec, share.blocks) for share in shares]
     source = values if feedback is None else feedback.residual
-    rows = torch.zeros((turn.world_size, max(lengths)), dtype=torch.uint8, device=values.device)
+    memory = mine.blocks.memory
+    rows = memory.empty((turn.world_size, max(lengths)), torch.uint8, values.device)
     for row, share, length in zip(rows, shares, lengths, strict=True):
         row[:length] = _encode(codec, source[share.start : share.stop], share.blocks, turn.draw, feedback)
+        row[length:] = 0
     arrived = yield Transpose(rows)
-    total = torch.zeros(mine.stop - mine.start, device=values.device)
+    total = memory.empty(mine.stop - mine.start, torch.float32, values.device).zero_()
     for rank in range(turn.world_size):
         _add(codec, arrived[rank, : lengths[turn.rank]], mine.blocks, turn.draw, total, rank)
     total.mul_(1.0 / turn.world_size)
-    combined = yield Gather(_padded(_encode_mean(codec, total, mine.blocks, turn.draw.again(), feedback), max(lengths)))
+    said = _encode_mean(codec, total, mine.blocks, turn.draw.again(), feedback)
+    combined = yield Gather(_padded(said, max(lengths), memory), rows)  # which everybody has read by now
     for rank, (share, length) in enumerate(zip(shares, lengths, strict=True)):
         part = values[share.start : share.stop].zero_()
         _add(codec, combined[rank, :length], share.blocks, turn.draw.again(), part, rank)
@@ -146,11 +155,12 @@ def _add(codec: Codec, payload: Tensor, blocks: Blocks, draw: Draw, total: Tenso
         raise FrameError(rank, f"{codec!r}: {problem}") from problem
 
 
-def _padded(payload: Tensor, length: int) -> Tensor:
+def _padded(payload: Tensor, length: int, memory: KeptMemory) -> Tensor:
     if len(payload) == length:
         return payload
-    row = torch.zeros(length, dtype=torch.uint8, device=payload.device)
+    row = memory.empty(length, torch.uint8, payload.device)
     row[: len(payload)] = payload
+    row[len(payload) :] = 0
     return row
 
 

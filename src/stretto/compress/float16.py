@@ -54,7 +54,9 @@ class Float16(Codec):
         return 2 * blocks.num_elements
 
     def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        return self._encode_by_kernel(values, residual=False) if _has_kernel(values) else encode_in_torch(values, self.limit)
+        if _has_kernel(values):
+            return self._encode_by_kernel(values, blocks, residual=False)
+        return encode_in_torch(values, self.limit)
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
         halves = _halves(payload, blocks)
@@ -62,13 +64,13 @@ class Float16(Codec):
             return decode_in_torch(halves)
         from stretto.compress.kernels import float16_cpu as kernels
 
-        out = torch.empty(len(halves))
+        out = blocks.memory.empty(len(halves), torch.float32, payload.device)
         _refuse_if(kernels.decode(halves.numpy().view("u2"), out.numpy().view("u4")))
         return out
 
     def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
         if _has_kernel(values):
-            return self._encode_by_kernel(values, residual=True)
+            return self._encode_by_kernel(values, blocks, residual=True)
         payload = encode_in_torch(values, self.limit)
         values.sub_(payload.view(torch.float16))
         return payload
@@ -82,10 +84,10 @@ class Float16(Codec):
 
         _refuse_if(kernels.add_decoded(halves.numpy().view("u2"), total.numpy()))
 
-    def _encode_by_kernel(self, values: Tensor, *, residual: bool) -> Tensor:
+    def _encode_by_kernel(self, values: Tensor, blocks: Blocks, *, residual: bool) -> Tensor:
         from stretto.compress.kernels import float16_cpu as kernels
 
-        halves = torch.empty(len(values), dtype=torch.int16)
+        halves = blocks.memory.empty(len(values), torch.int16, values.device)
         limit_bits = int(torch.tensor(self.limit).view(torch.int32))
         encode = kernels.encode_residual if residual else kernels.encode
         encode(values.numpy().view("u4"), limit_bits, halves.numpy().view("u2"))

@@ -68,6 +68,16 @@ class Int8(Codec):
     def unbiased(self) -> bool:  # type: ignore[override]  # of a class in general, of this one by its argument
         return self.stochastic
 
+    @property
+    def no_contraction(self) -> str | None:  # type: ignore[override]
+        """Rounded to the nearest, no value errs by more than itself; at random, d values err by up to d / (4 * 127^2) |x|^2."""
+        if not self.stochastic or self.block < 4 * 127**2:
+            return None
+        return (
+            f"rounding at random in blocks of {self.block:,} may err by more than it is given (not in blocks of fewer than "
+            f"{4 * 127**2:,}), so what is left over may grow without bound"
+        )
+
     def hop(self) -> Int8Hop | None:
         """None with `stochastic`: a hop has no random numbers of its own, and ends must not differ."""
         from stretto.compress.int8_hop import Int8Hop
@@ -96,7 +106,7 @@ class Int8(Codec):
             return decode_in_torch(scales, codes, blocks)
         from stretto.compress.kernels import int8_cpu as kernels
 
-        out = torch.empty(len(codes))
+        out = blocks.memory.empty(len(codes), torch.float32, payload.device)
         refuse(kernels.decode(scales.numpy().view("u4"), codes.numpy(), blocks.bounds.numpy(), out.numpy()))
         return out
 
@@ -131,7 +141,7 @@ class Int8(Codec):
     def _encode_by_kernel(self, values: Tensor, blocks: Blocks, draw: Draw, *, residual: bool) -> Tensor:
         from stretto.compress.kernels import int8_cpu as kernels
 
-        payload = torch.empty(self.num_bytes(blocks), dtype=torch.uint8)
+        payload = blocks.memory.empty(self.num_bytes(blocks), torch.uint8, values.device)
         split = 4 * len(blocks)
         scales, codes = payload[:split].numpy().view("u4"), payload[split:].numpy()
         bits, bounds = values.numpy().view("u4"), blocks.bounds.numpy()

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.compress.kept_memory import KeptMemory
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -94,14 +96,16 @@ class Blocks:
     """Where blocks begin and end: block b is elements bounds[b] to bounds[b + 1] - 1; there are no gaps and no empty blocks.
 
     `bounds` (B + 1) and `keys` (B) are int64 tensors on the CPU. `keys[b]` is a 32-bit number that says which part of which
-    tensor a block is, wherever it lies: random numbers depend on it and not on the bucket.
+    tensor a block is, wherever it lies: random numbers depend on it and not on the bucket. `memory` is where payloads of these
+    blocks, and what is decoded from them, are written: they are as long in every round.
     """
 
-    __slots__ = ("_copies", "bounds", "keys")
+    __slots__ = ("_copies", "bounds", "keys", "memory")
 
-    def __init__(self, bounds: Tensor, keys: Tensor) -> None:
+    def __init__(self, bounds: Tensor, keys: Tensor, memory: KeptMemory | None = None) -> None:
         self.bounds = bounds
         self.keys = keys
+        self.memory = KeptMemory() if memory is None else memory
         self._copies: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -132,9 +136,9 @@ class Blocks:
         return self._copies[device]
 
     def part(self, first: int, last: int) -> Blocks:
-        """Blocks `first` to `last` - 1 alone, counted from zero again."""
+        """Blocks `first` to `last` - 1 alone, counted from zero again; their memory is that of all."""
         bounds = self.bounds[first : last + 1]
-        return Blocks(bounds - bounds[0], self.keys[first:last])
+        return Blocks(bounds - bounds[0], self.keys[first:last], self.memory)
 
     def split(self, parts: int) -> list[tuple[int, int]]:
         """Share the blocks out, in order, as evenly in elements as whole blocks allow: (first, last + 1) for each part."""

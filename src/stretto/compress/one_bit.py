@@ -56,7 +56,7 @@ class OneBit(Codec):
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
         if not bits.runs_compiled(payload):
             return decode(payload, blocks)
-        out = torch.empty(blocks.num_elements)
+        out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
         _decode(payload, blocks, out, adding=False)
         return out
 

@@ -13,7 +13,7 @@ Zeros:      where v = 0, no gradient came in the whole warm-up. `Sign` has no ze
             would blow it up: such entries get 0, for good. So the warm-up must be long enough to meet all that is to be trained.
             (The paper: until v is stable, 15 to 25 % of all steps.)
 Memory:     24 bytes per parameter (m, v, the residual, each with a successor until the round has ended well); two-phase: 8 / P
-            more.
+            more. 5 that are kept for what a round computes.
 Optimizer:  SGD without momentum: it applies the direction. Its weight decay is then decoupled, as AdamW's is.
 Reference:  Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888). Departs from it: both moments keep their bias correction (v
             that of the warm-up's last round), so nothing jumps when compression begins, however short the warm-up; scales are
@@ -32,6 +32,7 @@ from torch import Tensor
 from stretto.compress.codec import Codec, Compression
 from stretto.compress.error_feedback import RESIDUAL, combines_blocks, restore_feedback
 from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange
+from stretto.compress.kept_memory import KeptMemory
 from stretto.compress.layout import Layout
 from stretto.compress.rounds import Steps, Sum, Turn
 from stretto.compress.sign import Sign
@@ -69,9 +70,10 @@ class OneBitAdam(Compression):
             )
         if not _is_number(self.eps) or not self.eps > 0:
             raise ConfigurationError(f"OneBitAdam(eps={self.eps!r}): a finite number above 0 is needed. Write eps=1e-8.")
-        if not isinstance(self.codec, Codec) or self.codec.lossless or self.codec.no_residual is not None:
+        if not isinstance(self.codec, Codec) or self.codec.lossless or (self.codec.no_residual or self.codec.no_contraction):
             raise ConfigurationError(
-                f"OneBitAdam(codec={self.codec!r}): the momentum is sent by a lossy codec, whose error is fed back here.\n"
+                f"OneBitAdam(codec={self.codec!r}): the momentum is sent by a lossy codec that is a contraction, for its "
+                f"error is fed back here.\n"
                 f"Write codec=Sign(), without ErrorFeedback; to compress nothing, take torch.optim.Adam and NoCompression()."
             )
 
@@ -92,8 +94,10 @@ class OneBitAdam(Compression):
         values.copy_((yield Sum(values)))
         values.mul_(1.0 / turn.world_size)
         # Products are rounded before they are added: what is fused differs from one kind of processor to another.
-        torch.mul(shared.flat(M), b1, out=shared.next_flat(M)).add_(values * (1 - b1))
-        variance = torch.mul(shared.flat(V), b2, out=shared.next_flat(V)).add_((values * values).mul_(1 - b2))
+        product = self._memory(turn).empty(len(values), values.dtype, values.device)
+        torch.mul(shared.flat(M), b1, out=shared.next_flat(M)).add_(torch.mul(values, 1 - b1, out=product))
+        torch.mul(values, values, out=product).mul_(1 - b2)
+        variance = torch.mul(shared.flat(V), b2, out=shared.next_flat(V)).add_(product)
         variance.clamp_(max=torch.finfo(torch.float32).max)  # the square of a large gradient is infinite
 
     def _compressed(self, values: Tensor, turn: Turn) -> Steps:
@@ -108,11 +112,15 @@ class OneBitAdam(Compression):
 
     def _direct(self, values: Tensor, turn: Turn) -> None:
         """values = the direction, from the moments that this round proposes."""
-        shared, (b1, b2), t = turn.state.shared, self.betas, turn.state.rounds + 1
+        shared, (b1, b2), t, memory = turn.state.shared, self.betas, turn.state.rounds + 1, self._memory(turn)
         variance = shared.next_flat(V) if t <= self.warm_up else shared.flat(V)
-        scale = variance.sqrt().div_(math.sqrt(1 - b2 ** min(t, self.warm_up))).add_(self.eps)
+        scale = torch.sqrt(variance, out=memory.empty(len(values), values.dtype, values.device))
+        scale.div_(math.sqrt(1 - b2 ** min(t, self.warm_up))).add_(self.eps)
         torch.div(shared.next_flat(M), scale, out=values).div_(1 - b1**t)
-        values.masked_fill_(variance == 0, 0.0)
+        values.masked_fill_(torch.eq(variance, 0.0, out=memory.empty(len(values), torch.bool, values.device)), 0.0)
+
+    def _memory(self, turn: Turn) -> KeptMemory:
+        return turn.blocks_of(self.codec).memory
 
     def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
         new = [place.name for place in state.layout.places if V not in shared.get(place.name, {})]

@@ -10,7 +10,9 @@ Bits:       bits * n + 32 per bucket. Layout: all norms (float32), then fields o
 Unbiased:   E[C(x)] = x, up to the rounding of float32. E|C(x) - x|^2 <= omega |x|^2 with omega = min(d / (4 s^2), sqrt(d) / s)
             for either norm; a value is off by less than N / s. Of Gaussian values in buckets of 512, omega is 0.04 with "max"
             and 1.6 with "l2" (4 bits): the largest value is smaller than the norm, so levels lie closer.
-With error feedback: it adds nothing on average; where omega < 1 ("max" from 3 bits) it does no harm either.
+With error feedback: it adds nothing on average, and residuals may grow without bound unless it is a contraction. So it is
+            refused unless omega is below 1. For buckets of 512 that is 22.6, 7.5 and 2.6 with 2, 3 and 4 bits, which are refused,
+            and 0.57, 0.13, 0.03 and 0.01 with 5, 6, 7 and 8.
 Invariant:  a value of 0 stays 0, no sign changes, no level is above s; numbers are drawn by element and round (`draw.py`),
             whatever the buckets of parameters.
 Reference: Alistarh et al., "QSGD", NeurIPS 2017 (with "l2"; in practice it takes "max", as does the default here). Departs from
@@ -61,6 +63,17 @@ class QSGD(Codec):
                 f'Write norm="max" (less error) or norm="l2" (as published).'
             )
 
+    @property
+    def no_contraction(self) -> str | None:  # type: ignore[override]
+        levels = 2 ** (self.bits - 1) - 1
+        omega = min(self.bucket / (4 * levels**2), self.bucket**0.5 / levels)
+        if omega < 1:
+            return None
+        return (
+            f"the square of its error is bounded by {omega:.3g} times that of what it is given, and by less than 1 is needed, so "
+            f"what is left over may grow without bound"
+        )
+
     def blocks(self, layout: Layout) -> Blocks:
         return layout.cut(lambda place: self.bucket)
 
@@ -89,7 +102,7 @@ class QSGD(Codec):
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
         if not packing.runs_compiled(payload):
             return decode(payload, blocks, self.bits)
-        out = torch.empty(blocks.num_elements)
+        out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
         self._decode(payload, blocks, out, adding=False)
         return out
 

@@ -3,7 +3,8 @@
 A compression is a generator that yields collectives and is sent their results; who runs it decides how they are carried out.
 
     Sum(tensor)              -> the elementwise sum over workers, in place          any all-reduce
-    Gather(row)              -> (P, len): row i is worker i's                        all rows have one length and dtype
+    Gather(row, into)        -> (P, len): row i is worker i's                        all rows have one length and dtype; `into`:
+                                                                                     memory for the result, if it is there
     Transpose(rows)          -> (P, len): row i is what worker i had for me          row j of what is given goes to worker j
     SumInHops(tensor, hop)   -> the sum, in place, encoded anew at every hop         quantised ring and halving-doubling
 """
@@ -33,6 +34,7 @@ class Sum:
 @dataclass(frozen=True, slots=True)
 class Gather:
     row: Tensor
+    into: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

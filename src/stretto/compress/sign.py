@@ -44,7 +44,7 @@ NO_MAGNITUDE = "a vote has no magnitude, so there is no difference from the grad
 class Sign(Codec):
     """`block`: how many values share a scale. `vote`: send signs alone, and take the majority's."""
 
-    block: int = 1024
+    block: int = 256
     vote: bool = False
     splits: ClassVar[bool] = True
 
@@ -52,7 +52,7 @@ class Sign(Codec):
         if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
             raise ConfigurationError(
                 f"Sign(block={self.block!r}): a block has a whole number of values, at least 1.\n"
-                f"Write Sign(block=1024), or fewer for scales that follow the values more closely (32 bits each)."
+                f"Write Sign(block=256), or fewer for scales that follow the values more closely (32 bits each)."
             )
         if not isinstance(self.vote, bool):
             raise ConfigurationError(f"Sign(vote={self.vote!r}): write vote=True for a majority vote, or vote=False.")
@@ -107,7 +107,7 @@ class Sign(Codec):
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
         if not (bits.runs_compiled(payload) or _has_gpu_kernel(payload)):
             return decode(payload, blocks, self._scales)
-        out = torch.empty(blocks.num_elements, device=payload.device)
+        out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
         self._decode(payload, blocks, out, adding=False)
         return out
 
@@ -132,7 +132,7 @@ class Sign(Codec):
         """Of a vote: what is decoded adds up to votes for less votes against, so its sign is the majority's."""
         yield from exchange.exchange(self, values, turn)
         if self.vote:
-            values.copy_(torch.where(values >= 0, 1.0, -1.0))
+            torch.ge(values, 0.0, out=values).mul_(2.0).sub_(1.0)
 
 
 def encode(values: Tensor, blocks: Blocks, scales: int = 1) -> Tensor:

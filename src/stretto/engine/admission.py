@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -54,20 +56,31 @@ def check_model(model: nn.Module, optimizer: Optimizer, job: Job) -> None:
 
 
 def _check_first_time(model: nn.Module, job: Job) -> None:
-    """Models of jobs that are over do not count: they may be trained again, in this one."""
+    """Models of jobs that are over do not count: they may be trained again, in this one. Nor do models that nobody has any more:
+    they are collected first, for otherwise it would depend on the collector's mood, on each worker, what is refused."""
+    if _who_has_it(model, job) is None:
+        return
+    gc.collect()
+    if (problem := _who_has_it(model, job)) is not None:
+        raise ConfigurationError(problem)
+
+
+def _who_has_it(model: nn.Module, job: Job) -> str | None:
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for engine in job.engines:
         if engine.model is model:
-            raise ConfigurationError(
+            return (
                 "this model has been distributed before, and its gradients would be combined twice.\n"
                 "Call distribute() once per model; other models are fine."
             )
         shared = [names[parameter] for parameter in engine.model.parameters() if parameter in names]
         if shared:
-            raise ConfigurationError(
+            return (
                 f"parameter {shared[0]} is part of a model that has been distributed before ({type(engine.model).__name__}), and "
-                f"its gradient would be combined twice.\nDistribute one module that contains both, with one optimizer."
+                f"its gradient would be combined twice.\nDistribute one module that contains both, with one optimizer; or let go "
+                f"of the former model and its optimizer first (del model, optimizer)."
             )
+    return None
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

@@ -48,7 +48,7 @@ class Carrier:
 
     def _carry_one(self, asked: Collective, name: tuple[int, int], label: str) -> Carried:
         if isinstance(asked, Gather):
-            return (yield from self._gather(asked.row, name, label))
+            return (yield from self._gather(asked, name, label))
         if isinstance(asked, Transpose):
             return (yield from self._run(Kind.ALL_TO_ALL, asked.rows, "pairwise", name, label))
         if isinstance(asked, SumInHops):
@@ -64,8 +64,10 @@ class Carrier:
             algorithm = self._job.choose(tensor.nbytes)
         return (yield from self._run(Kind.ALL_REDUCE, tensor, algorithm, name, label))
 
-    def _gather(self, row: Tensor, name: tuple[int, int], label: str) -> Carried:
-        table = torch.empty((self._job.world_size, *row.shape), dtype=row.dtype, device=row.device)
+    def _gather(self, asked: Gather, name: tuple[int, int], label: str) -> Carried:
+        row, table = asked.row, asked.into
+        if table is None:
+            table = torch.empty((self._job.world_size, *row.shape), dtype=row.dtype, device=row.device)
         table[self._job.rank] = row
         return (yield from self._run(Kind.ALL_GATHER, table, "ring" if table.nbytes >= LARGE_BYTES else "direct", name, label))
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress.draw import Draw
+from stretto.compress.kept_memory import KeptMemory
 from stretto.compress.none import NoCompression
 from stretto.compress.rounds import Turn
 from stretto.compress.state import State
@@ -69,7 +70,7 @@ class Compressing:
 
     def _course(self, bucket: Bucket, sequence: int, label: str) -> Course:
         gradients = bucket.gradients
-        values = gradients if bucket.turn is None else gradients.float()
+        values = gradients if bucket.turn is None else _in_float32(bucket)
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         if not _is_finite(values):
             self._infinite = True
@@ -119,6 +120,15 @@ def _turn(bucket: Bucket, job: Job) -> Turn:
     if bucket.turn is not None:
         return bucket.turn
     return Turn(bucket.layout, State(bucket.layout, bucket.flat.device), rank=job.rank, world_size=job.world_size)
+
+
+def _in_float32(bucket: Bucket) -> Tensor:
+    """The gradients themselves, or a copy in memory that is kept with the bucket."""
+    gradients = bucket.gradients
+    if gradients.dtype is torch.float32:
+        return gradients
+    memory: KeptMemory = bucket.kept.setdefault(KeptMemory, KeptMemory())
+    return memory.empty(len(gradients), torch.float32, gradients.device).copy_(gradients)
 
 
 def _is_finite(values: Tensor) -> bool:

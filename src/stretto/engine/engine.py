@@ -25,6 +25,7 @@ workers need no common order of buckets; which parameters were used rides in the
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,6 +47,7 @@ from stretto.engine.finite import FiniteCheck
 from stretto.engine.sparse import exchange_sparse, sparse_parameters
 from stretto.engine.state import copy_buffers, copy_by
 from stretto.engine.watch import Watch
+from stretto.engine.weak_hook import take_off, weakly
 from stretto.errors import BackwardFailed, ConfigurationError
 from stretto.observe.compute import tensors_in
 from stretto.session import Job
@@ -64,7 +66,10 @@ class Part(Enum):
 
 
 class Engine:
-    """Binds a strategy to one model in one job. Made by `distribute`; the model holds on to it through its hooks."""
+    """Binds a strategy to one model in one job. Made by `distribute`; the model and the optimizer hold on to it, nobody else.
+
+    When both are gone it goes with them, without a word to other workers; what is under way ends by itself or at its deadline.
+    """
 
     inert = False
 
@@ -105,6 +110,7 @@ class Engine:
         self._sequence = 0
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
+        weakref.finalize(self, take_off, self._gradient_hooks).atexit = False  # parameters may outlive their model
         if self.synchronising:
             self._lay_out()
             self._hooks.append(model.register_forward_pre_hook(self._before_forward))
@@ -132,6 +138,7 @@ class Engine:
         self._views = [view for bucket in self.buckets for view in bucket.views]
         self.number: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(self.dense)}
         self.place = {p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)}
+        self._slots = [self.place[p] for _, p in self.dense]
         self._label = f" for gradients of layout {_digest(self.buckets, self.sparse):08x}"
         self._known = set(self.model.parameters())
         self._watch = Watch(self.model)
@@ -170,8 +177,10 @@ class Engine:
     def _set_gradient_hooks(self) -> None:
         last = [p for p, large in zip(self.closing.parameters, self.closing.large, strict=True) if not large]
         early = [p for _, p in self.dense if p not in set(last)]
-        self._gradient_hooks = [_when_accumulated(p, partial(self._on_gradient, *self.place[p])) for p in early]
-        self._gradient_hooks += [_when_accumulated(p, self._on_last_gradient) for p in (*last, *(p for _, p in self.sparse))]
+        self._gradient_hooks += [_when_accumulated(p, weakly(self._on_gradient, self.number[p])) for p in early]
+        self._gradient_hooks += [
+            _when_accumulated(p, weakly(self._on_last_gradient)) for p in (*last, *(p for _, p in self.sparse))
+        ]
 
     def _notice_changes(self) -> None:
         """Parameters frozen, unfrozen, added or converted since the last step get their place, on all workers alike."""
@@ -179,8 +188,8 @@ class Engine:
         if not self._watch.changed(closely=closely):
             return
         known = self._known
-        for handle in self._gradient_hooks:
-            handle.remove()
+        take_off(self._gradient_hooks)
+        self._gradient_hooks.clear()
         self._lay_out()
         new = [p for p in self.model.parameters() if p not in known]
         copy_by(partial(self._broadcast, f" of new parameters{self._label}"), new)
@@ -197,8 +206,7 @@ class Engine:
 
     def close(self) -> None:
         """Take every hook off the model again."""
-        for handle in (*self._hooks, *self._gradient_hooks):
-            handle.remove()
+        take_off((*self._hooks, *self._gradient_hooks))
         self._open, self._task = False, NO_TASK
         if self._compressing is not None:
             self._compressing.stop()
@@ -226,7 +234,7 @@ class Engine:
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self._on_backward_begins)  # type: ignore[no-untyped-call]
+                tensor.register_hook(weakly(self._on_backward_begins))  # type: ignore[no-untyped-call]
 
     def _on_backward_begins(self, gradient: Tensor) -> None:
         if self._task not in (NO_TASK, _current_task()):
@@ -240,10 +248,11 @@ class Engine:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def _on_gradient(self, bucket: Bucket, slot: int, parameter: Tensor) -> None:
+    def _on_gradient(self, number: int, parameter: Tensor) -> None:
         """Runs once per parameter and backward. Small gradients are copied later, all at once, when their bucket is full."""
         if not self.synchronising or parameter.grad is None:
             return
+        bucket, slot = self._slots[number]
         if not self._open:
             self._begin_round(parameter)
         if bucket.sent:
@@ -527,7 +536,7 @@ class Engine:
         """In a job of one nothing is combined, but what was asked to be checked is."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                self._gradient_hooks.append(_when_accumulated(parameter, partial(self._look_alone, name)))
+                self._gradient_hooks.append(_when_accumulated(parameter, weakly(self._look_alone, name)))
 
     def _look_alone(self, name: str, parameter: Tensor) -> None:
         if self._finite is not None and parameter.grad is not None:

@@ -92,15 +92,26 @@ def _shut_down() -> StrettoError:
 def _run(ready: queue.SimpleQueue[Errand | None]) -> None:
     streams: dict[torch.device, torch.cuda.Stream] = {}
     under_way: set[Errand] = set()
-    while (errand := ready.get()) is not None:
-        with _stream_of(errand, streams):
-            _advance(errand, ready)
-        (under_way.discard if errand.ended else under_way.add)(errand)
+    while _take_step(ready, streams, under_way):
+        pass
     while not ready.empty():
         under_way |= {left for left in [ready.get()] if left is not None}
     for errand in under_way:
         if not errand.ended:
             errand.end(_shut_down())
+
+
+def _take_step(
+    ready: queue.SimpleQueue[Errand | None], streams: dict[torch.device, torch.cuda.Stream], under_way: set[Errand]
+) -> bool:
+    """Of the next errand that is ready, if there is one to come. A function, so that a thread that waits holds none."""
+    errand = ready.get()
+    if errand is None:
+        return False
+    with _stream_of(errand, streams):
+        _advance(errand, ready)
+    (under_way.discard if errand.ended else under_way.add)(errand)
+    return True
 
 
 def _stream_of(errand: Errand, streams: dict[torch.device, torch.cuda.Stream]) -> contextlib.AbstractContextManager[object]:

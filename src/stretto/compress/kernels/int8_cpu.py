@@ -26,6 +26,8 @@ LOWER, UPPER = np.uint32(int8.LOWER_BITS), np.uint32(0xFFFFFFFF ^ int8.LOWER_BIT
 SMALLEST, LARGEST, ALL_ZERO = np.uint32(int8.SMALLEST_SCALE), np.uint32(int8.LARGEST_SCALE), np.uint32(int8.ALL_ZERO)
 MOST, ONE, NOTHING = np.float32(127), np.float32(1), np.uint32(0)
 ULP, EIGHT = np.float32(2.0**-24), np.uint32(8)
+LARGEST_SCALE = LARGEST.view(np.float32)
+ROUNDS = np.float32(1.5 * 2**23)  # leaves no room for a fraction: the lowest byte of x + it is x rounded, ties to even
 GOOD, BAD_SCALE, BAD_CODE, NOT_ZERO = 0, 1, 2, 3  # numbers in `int8.PROBLEMS`
 
 
@@ -55,9 +57,14 @@ def nearest(x: np.float32, divisor: np.float32) -> np.float32:
 
 @compiled
 def quantise(bits: Bits, scale: np.float32, codes: Codes) -> None:
+    """Only with the largest scale can there be quotients that round to more than 127, or that are not finite."""
     divisor = scale if scale > 0 else ONE
-    for i in range(len(bits)):
-        codes[i] = np.uint8(np.int32(nearest(float_of(bits[i]), divisor)))
+    if scale >= LARGEST_SCALE:
+        for i in range(len(bits)):
+            codes[i] = np.uint8(np.int32(nearest(float_of(bits[i]), divisor)))
+    else:
+        for i in range(len(bits)):
+            codes[i] = np.uint8(np.float32(float_of(bits[i]) / divisor + ROUNDS).view(np.uint32))
 
 
 @compiled
