@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 WORKERS ?= 2
 
-# The tests that $(1) selects: most of them side by side in processes of pytest-xdist, a file at a time; then, one by one, those that
-# measure seconds or the machine. The second half runs whatever became of the first; the last line and the exit status are of both.
+# The tests that $(1) selects: most of them side by side in processes of pytest-xdist, a file at a time, in the order of
+# tests/conftest.py; then, one by one, those that measure seconds or the machine. The second half runs whatever became of the first;
+# the last line and the exit status are of both.
 define run_tests
 @first=0; second=0; \
 echo "== 1 of 2: tests that may run side by side =="; \
-$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "$(1)not alone" || first=$$?; \
+$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(1)not alone" || first=$$?; \
 echo "== 2 of 2: tests that run alone =="; \
 $(BIN)/python -m pytest -m "$(1)alone" || second=$$?; \
 if [ $$first -ne 0 ]; then echo "== FAILED: 1 of 2, the tests that may run side by side (their summary is above the second half) =="; fi; \

@@ -1,14 +1,29 @@
-"""What a run of the tests left out is listed at its end: by marker (deselected) and by reason (skipped)."""
+"""What a run of the tests left out is listed at its end: by marker (deselected) and by reason (skipped).
+
+Hypothesis draws the same examples in every run, and nothing fails because it took long: a run on a busy machine must end as it
+does on a quiet one. To look further, `pytest --hypothesis-profile=explore` draws others each time.
+
+Under pytest-xdist a file that starts processes is given out beside one that only computes: the first kind takes longest, and
+while it waits for its processes the other keeps the second core busy.
+The Makefile turns off xdist's own order: most tests first.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from preloaded import Preloaded
+
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("stretto", settings.get_profile("explore"), derandomize=True, database=None)
+settings.load_profile("stretto")
 
 HOW = {
     "slow": "run them with `make test-all`",
@@ -58,6 +73,18 @@ class LeftOut:
             terminalreporter.line(f"{count} {name}: {HOW.get(name, 'deselected on the command line')}")
         for reason, count in sorted(skipped.items()):
             terminalreporter.line(f"{count} {reason}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not hasattr(config, "workerinput"):
+        return
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting = [file for file in files.values() if any(item.get_closest_marker("processes") for item in file)]
+    computing = [file for file in files.values() if file not in waiting]
+    pairs = zip_longest(reversed(waiting), computing)  # the longest of all are near the end of the alphabet
+    items[:] = [item for pair in pairs for file in pair if file is not None for item in file]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -26,7 +26,9 @@ FORKS = """
 import ctypes, json, os, pickle, runpy, signal, sys, traceback
 import torch, torch._dynamo  # which the first optimizer imports, and takes as long as the rest of torch
 import stretto.api, stretto.distributing, stretto.checkpoint, stretto.sampler
+from stretto.job import in_process
 from stretto.job.in_process import launch
+in_process.ACCUSED_S = 100.0  # who failed first is found out however slowly a busy machine lets workers end
 
 def main_program(path, arguments):
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
@@ -77,6 +79,7 @@ for line in sys.stdin:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)  # without taking torch apart
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+os._exit(0)
 """
 
 
@@ -90,14 +93,14 @@ class Preloaded:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
 
     def run(
-        self, script: Path, *arguments: object, folder: Path, workers: int = 0, timeout_s: int = 60
+        self, script: Path, *arguments: object, folder: Path, workers: int = 0, timeout_s: int = 110
     ) -> subprocess.CompletedProcess[str]:
         """`python script *arguments` in `folder`; with `workers`, in so many (then any failure ends with 1)."""
         with tempfile.TemporaryDirectory() as files:
             request = {"script": str(script), "arguments": [*map(str, arguments)], "workers": workers, "folder": str(folder)}
             return self._ask(request, Path(files), timeout_s)
 
-    def launch(self, fn: Callable[..., R], n: int, *args: Any, timeout_s: int = 60) -> list[R]:
+    def launch(self, fn: Callable[..., R], n: int, *args: Any, timeout_s: int = 110) -> list[R]:
         """As `stretto.launch`: `fn` is imported by its name, and from a module that the tests can import."""
         with tempfile.TemporaryDirectory() as files:
             result = Path(files, "result")
@@ -121,4 +124,4 @@ class Preloaded:
         return done
 
     def close(self) -> None:
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=60)

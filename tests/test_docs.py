@@ -26,7 +26,8 @@ from stretto.lab import lab_available
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-SNIPPET_S = 60
+SNIPPET_S = 200
+TRIES = 3
 FENCE = re.compile(
     r"(?:<!-- (?P<mark>(?:run|file)[^>]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -83,9 +84,18 @@ def execute(snippet: Snippet, folder: Path, preloaded: Preloaded) -> None:
     else:
         assert snippet.language in ("console", "bash"), f"a snippet in {snippet.language!r} cannot be run"
         for command, shown in commands(snippet):
-            printed = run(["bash", "-c", command], folder, fails=detail == "fails")
-            missing = [line for line in shown if comparable(line) not in comparable(printed).splitlines()]
-            assert not missing, f"{command}\nshould print:\n{chr(10).join(missing)}\nbut printed:\n{printed}"
+            check_printed(command, shown, folder, fails=detail == "fails")
+
+
+def check_printed(command: str, shown: list[str], folder: Path, *, fails: bool) -> None:
+    """What a failing job prints depends on who ends first, for the launcher waits a second for last words. A machine that stalls
+    may take longer than that to take a worker apart: then the job fails again, until what the page shows is seen."""
+    for _ in range(TRIES if fails else 1):
+        printed = run(["bash", "-c", command], folder, fails=fails)
+        missing = [line for line in shown if comparable(line) not in comparable(printed).splitlines()]
+        if not missing:
+            return
+    raise AssertionError(f"{command}\nshould print:\n{chr(10).join(missing)}\nbut printed:\n{printed}")
 
 
 def commands(snippet: Snippet) -> Iterator[tuple[str, list[str]]]:
@@ -111,6 +121,7 @@ def run(command: list[str], folder: Path, *, fails: bool) -> str:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", pages_that_run(), ids=lambda page: page.name)
 def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, preloaded: Preloaded) -> None:
     for snippet in snippets(page):
@@ -120,6 +131,7 @@ def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path
 
 @pytest.mark.root
 @pytest.mark.processes
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", pages_that_run_in_the_lab(), ids=lambda page: page.name)
 def test_the_snippets_that_need_the_lab_run_where_it_does(page: Path, tmp_path: Path, preloaded: Preloaded) -> None:
     problem = lab_available()

@@ -17,9 +17,9 @@ import pytest
 from preloaded import Preloaded
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-LIMIT_S = 60
+LIMIT_S = 200
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
 def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:

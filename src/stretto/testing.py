@@ -70,7 +70,7 @@ from stretto.wire.virtual import VirtualWire, virtual_world
 
 __all__ = ["RanksHung", "ThreadsLeft", "run_jobs", "run_threads", "run_virtual", "wait_for"]
 
-GRACE_S = 2.0  # for threads to unwind once their wires are dead, or to end by themselves after a run
+GRACE_S = 10.0  # at most: for threads to unwind once their wires are dead, or to end by themselves after a run
 
 
 class RanksHung(AssertionError):
@@ -81,7 +81,7 @@ class ThreadsLeft(AssertionError):
     """The program has ended but threads it started have not."""
 
 
-def wait_for(wire: Wire, *handles: Handle, timeout_s: float = 10.0) -> None:
+def wait_for(wire: Wire, *handles: Handle, timeout_s: float = 30.0) -> None:
     """Make progress until all handles are done; raise the first error among them. The time is the wire's."""
     deadline = wire.now() + timeout_s
     for handle in handles:
@@ -99,7 +99,7 @@ def run_threads(
     size: int,
     program: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     wires: Sequence[Wire] | None = None,
     check: bool = True,
 ) -> list[Any]:

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import ConfigurationError, JobError, PeerLost, WorkerFailed
+from stretto.job import in_process
 from stretto.job.hosts import interface_of
 from stretto.job.in_process import launch
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def place(word: str) -> tuple[str, int, int, str]:
@@ -32,7 +33,7 @@ def fail_on_rank_1(folder: str) -> None:
     if os.environ["RANK"] == "1":
         raise ValueError("the reason")
     (Path(folder) / "waiting").write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def accuse_or_confess(folder: str) -> None:
@@ -40,7 +41,7 @@ def accuse_or_confess(folder: str) -> None:
         (Path(folder) / "accused").touch()
         raise PeerLost(1, "connection closed")
     wait_for(Path(folder) / "accused")
-    threading.Event().wait(0.3)  # rank 0's message is on its way; however late this is, rank 1 must be blamed
+    threading.Event().wait(0.3)  # most often rank 0 is heard first; whoever is, rank 1 must be blamed
     raise ValueError("the reason")
 
 
@@ -97,7 +98,8 @@ def test_the_first_failure_is_raised_here_with_its_traceback_and_ends_the_others
         wait_until_dead(int((tmp_path / "waiting").read_text()))
 
 
-def test_a_worker_that_lost_its_peer_is_not_blamed_for_it(tmp_path: Path) -> None:
+def test_a_worker_that_lost_its_peer_is_not_blamed_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "ACCUSED_S", WAIT_S)  # a busy machine may need longer than it is for rank 1's words
     with pytest.raises(WorkerFailed, match="the reason") as caught:
         launch(accuse_or_confess, 2, str(tmp_path), timeout_s=WAIT_S)
 
@@ -126,7 +128,7 @@ def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
 
 def test_at_the_deadline_all_are_killed_and_named() -> None:
     with pytest.raises(JobError, match=r"timeout_s=0.5 seconds: rank 0, 1"):
-        launch(time.sleep, 2, 60, timeout_s=0.5)
+        launch(time.sleep, 2, 600, timeout_s=0.5)
 
 
 def test_sys_exit_is_success_or_failure_by_its_code() -> None:
@@ -163,7 +165,7 @@ from stretto.job.in_process import launch
 def who(folder):
     rank = os.environ["RANK"]
     if folder:
-        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(120)"])
+        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
         for name, pid in (("child", child.pid), ("worker", os.getpid())):
             with open(f"{folder}/{name}{rank}.pid", "w") as file: file.write(str(pid))
         child.wait()

@@ -30,8 +30,9 @@ from stretto.job.membership import FromCoordinator, FromWorker, Peer
 from stretto.timeouts import Timeouts
 
 SECRET = bytes(range(32))
-PATIENT = Timeouts(connect_s=20)
+PATIENT = Timeouts(connect_s=60)
 SHORT = Timeouts(connect_s=1.5)
+ENOUGH_TO_JOIN = Timeouts(connect_s=5)  # also on a machine that stands still for a second or two
 ADDRESS = r"127\.0\.0\.1|an unknown address"  # on one machine a connection may be over before it can be asked who it was
 
 
@@ -47,7 +48,7 @@ def coordinator(world_size: int, *options: str) -> Iterator[tuple[subprocess.Pop
     os.close(told)
     try:
         with os.fdopen(ready) as lines:
-            assert select.select([lines], [], [], 20)[0], "the coordinator neither listened nor ended"
+            assert select.select([lines], [], [], 100)[0], "the coordinator neither listened nor ended"
             yield process, lines.readline().strip()
     finally:
         process.kill()
@@ -69,7 +70,7 @@ def together(*tasks: Callable[[], list[Peer]]) -> list[list[Peer] | StrettoError
 
     def outcome(future: Future[list[Peer]]) -> list[Peer] | StrettoError:
         try:
-            return future.result(timeout=30)
+            return future.result(timeout=150)
         except StrettoError as error:
             return error
 
@@ -137,11 +138,10 @@ def test_who_waits_is_told_at_once_that_somebody_with_another_secret_was_refused
 ) -> None:
     monkeypatch.setattr(introduce_module, "ASK_EVERY_S", 0.1)
     monkeypatch.setattr(introduce_module, "FIRST_WORD_S", 60.0)  # it would not have said a word yet
-    short = Timeouts(connect_s=3)
     with coordinator(2, "--encrypted" if encrypt else "--plain") as (_, address), caplog.at_level(logging.WARNING, "stretto.job"):
         honest, stranger = together(
-            worker(launch_of(0, 2, address, encrypt=encrypt), short),
-            worker(launch_of(1, 2, address, secret=bytes(32), encrypt=encrypt), short),
+            worker(launch_of(0, 2, address, encrypt=encrypt), ENOUGH_TO_JOIN),
+            worker(launch_of(1, 2, address, secret=bytes(32), encrypt=encrypt), ENOUGH_TO_JOIN),
         )
 
     assert isinstance(stranger, SecretError)
@@ -155,7 +155,7 @@ def test_who_waits_is_told_at_once_that_somebody_with_another_secret_was_refused
 def test_who_waits_for_a_worker_that_encrypts_otherwise_is_told_so(encrypt: bool) -> None:
     with coordinator(2, "--encrypted" if encrypt else "--plain") as (_, address):
         honest, other = together(
-            worker(launch_of(0, 2, address, encrypt=encrypt), Timeouts(connect_s=4)),
+            worker(launch_of(0, 2, address, encrypt=encrypt), ENOUGH_TO_JOIN),
             worker(launch_of(1, 2, address, encrypt=not encrypt)),
         )
 
@@ -175,25 +175,25 @@ def test_disagreement_on_encryption_is_named(encrypt: bool) -> None:
 
 def test_a_missing_rank_is_named_to_every_worker_that_waited(caplog: pytest.LogCaptureFixture) -> None:
     with coordinator(3) as (_, address):
-        outcomes = together(*(worker(launch_of(rank, 3, address), SHORT) for rank in (0, 2)))
+        outcomes = together(*(worker(launch_of(rank, 3, address), ENOUGH_TO_JOIN) for rank in (0, 2)))
 
     for outcome in outcomes:
         assert type(outcome) is JobError
-        assert str(outcome).startswith("Rank 1 of 3 did not join within 1 s; ranks 0, 2 waited")
+        assert re.match(r"Rank 1 of 3 did not join within [1-4] s; ranks 0, 2 waited", str(outcome)), outcome
 
 
 def test_who_waits_long_is_told_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(introduce_module, "FIRST_WORD_S", 0.2)
     monkeypatch.setattr(introduce_module, "ASK_EVERY_S", 0.1)
     with coordinator(4) as (_, address), caplog.at_level(logging.WARNING, "stretto.job"):
-        together(*(worker(launch_of(rank, 4, address), SHORT) for rank in (0, 1)))
+        together(*(worker(launch_of(rank, 4, address), ENOUGH_TO_JOIN) for rank in (0, 1)))
 
     assert re.search(r"rank \d: waiting for ranks (1, )?2(, 3|-3)", caplog.text)
 
 
 def test_a_second_worker_with_the_same_rank_is_refused_with_the_pid_of_the_first() -> None:
     with coordinator(2) as (_, address):
-        outcomes = together(*(worker(launch_of(0, 2, address), Timeouts(connect_s=3)) for _ in range(2)))
+        outcomes = together(*(worker(launch_of(0, 2, address), ENOUGH_TO_JOIN) for _ in range(2)))
 
     refused = [str(outcome) for outcome in outcomes if "is taken" in str(outcome)]
     waited = [str(outcome) for outcome in outcomes if "did not join" in str(outcome)]
@@ -223,7 +223,7 @@ def test_a_worker_hears_why_the_job_failed_from_a_coordinator_that_has_ended_sin
 
         def read_late(self: introduce_module._Visit, timeout_s: float) -> FromCoordinator | int | None:
             if getattr(joined, "here", False):
-                assert process.wait(15) == 1
+                assert process.wait(50) == 1
             return read(self, timeout_s)
 
         monkeypatch.setattr(visit, "send", tell_and_remember)
@@ -267,7 +267,7 @@ def test_another_program_at_the_rendezvous_is_not_taken_for_a_coordinator() -> N
         served = pool.submit(answer_http, server)
         try:
             with pytest.raises(RendezvousError, match="not a coordinator of stretto"):
-                worker(launch_of(0, 2, f"127.0.0.1:{server.getsockname()[1]}"), Timeouts(connect_s=5))()
+                worker(launch_of(0, 2, f"127.0.0.1:{server.getsockname()[1]}"), PATIENT)()
         finally:
             server.shutdown(socket.SHUT_RDWR)
         assert served.result(5) > 0
@@ -376,7 +376,7 @@ from stretto.job.detect import detect
 from stretto.job.introduce import farewell, introduce, local_address, settle
 from stretto.timeouts import Timeouts
 
-timeouts = Timeouts(connect_s=30)
+timeouts = Timeouts(connect_s=100)
 launch = settle(detect(os.environ), timeouts)
 ip, interface = local_address(launch)
 with socket.create_server((ip, 0)) as server:
@@ -394,7 +394,7 @@ def test_workers_of_torchrun_meet_through_its_store(tmp_path: Path) -> None:
 
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr
@@ -417,7 +417,7 @@ def test_workers_with_torchs_variables_but_no_agent_meet_through_a_store_of_rank
         )
         for rank in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=60)[0] for process in workers]
+    outputs = [process.communicate(timeout=200)[0] for process in workers]
 
     assert [process.returncode for process in workers] == [0, 0], outputs
     assert "rank 1 met [0, 1]" in outputs[1]

@@ -24,8 +24,10 @@ def _skip_without_namespaces(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def eventually() -> Callable[[Callable[[], bool], float], None]:
-    def wait(condition: Callable[[], bool], timeout_s: float) -> None:
+def eventually() -> Callable[[Callable[[], bool]], None]:
+    """Wait for what must come true, however busy the machine: the limit is there to end a test that fails."""
+
+    def wait(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"did not come true within {timeout_s} s"

@@ -95,6 +95,7 @@ def is_nested(events: list[dict[str, Any]]) -> bool:
 def test_a_trained_model_leaves_a_file_per_rank_with_all_that_perfetto_needs(size: int, tmp_path: Path) -> None:
     files = trained_with_trace(size, tmp_path)
 
+    waited = False
     for rank, file in enumerate(files):
         spans = complete(file)
         assert all({"ph", "ts", "dur", "pid", "tid", "name"} <= set(event) for event in spans)
@@ -103,10 +104,12 @@ def test_a_trained_model_leaves_a_file_per_rank_with_all_that_perfetto_needs(siz
         by_name = {event["name"] for event in spans}
         assert {"forward Sequential", "backward Sequential", "update"} <= by_name
         categories = {event["cat"] for event in spans}
-        assert categories == {"compute", "update"} | ({"wait", "send", "receive", "reduce"} if size > 1 else set())
+        waited |= "wait" in categories  # not on a rank that always comes last
+        assert categories - {"wait"} == {"compute", "update"} | ({"send", "receive", "reduce"} if size > 1 else set())
         named = {event["tid"] for event in file["traceEvents"] if event["name"] == "thread_name"}
         assert named == {event["tid"] for event in spans}
         assert file["otherData"]["rank"] == rank and file["otherData"]["num_dropped"] == 0
+    assert waited == (size > 1)
 
 
 def test_each_step_has_one_forward_one_backward_and_one_update_in_this_order(tmp_path: Path) -> None:

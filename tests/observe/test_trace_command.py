@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-LIMIT_S = 60
+LIMIT_S = 110
 SCRIPT = """
 import sys
 import torch
@@ -24,10 +24,9 @@ stretto.distribute(model, optimizer)
 for _ in range(3):
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
-if sys.argv[1:] == ["fail"] and stretto.rank() == 1:
+if stretto.rank() == 1:
     raise ValueError("on purpose")
-if sys.argv[1:] == ["fail"]:
-    stretto.barrier()
+stretto.barrier()
 """
 
 
@@ -39,12 +38,16 @@ def stretto(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.processes
-def test_a_traced_job_leaves_files_and_they_become_one(tmp_path: Path) -> None:
+def test_a_traced_job_leaves_the_files_of_all_ranks_even_if_it_fails_and_they_become_one(tmp_path: Path) -> None:
+    """One that succeeds is on the page about tracing, which `test_docs.py` runs."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "trace-rank7.json").write_text("of an earlier run")
     done = stretto("run", "-n", "2", "--trace", "out", "train.py", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1 and "on purpose" in done.stderr
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"trace-rank0.json", "trace-rank1.json"}
+    for rank in range(2):
+        file = json.loads((tmp_path / "out" / f"trace-rank{rank}.json").read_text())
+        assert "update" in {event["name"] for event in file["traceEvents"]}
 
     shown = stretto("trace", "out", "-o", "all.json", folder=tmp_path)
     assert shown.returncode == 0 and "written: all.json" in shown.stdout, shown.stderr
@@ -53,16 +56,6 @@ def test_a_traced_job_leaves_files_and_they_become_one(tmp_path: Path) -> None:
     assert {"forward Linear", "backward Linear", "update"} <= names
     offsets = [each["clock_offset_ns"] for each in merged["otherData"]["ranks"]]
     assert offsets == [0, 0]  # workers of one machine share a clock, and barriers do not contradict it
-
-
-@pytest.mark.processes
-def test_a_script_that_raises_still_leaves_the_files_of_all_ranks(tmp_path: Path) -> None:
-    done = stretto("run", "-n", "2", "--trace", "out", "train.py", "fail", folder=tmp_path)
-
-    assert done.returncode == 1 and "on purpose" in done.stderr
-    for rank in range(2):
-        file = json.loads((tmp_path / "out" / f"trace-rank{rank}.json").read_text())
-        assert "update" in {event["name"] for event in file["traceEvents"]}
 
 
 def test_a_folder_that_cannot_be_or_holds_nothing_is_said_at_once(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from stretto.wire.zeromq import ZeroMQWire
 from wire.contract import Meeting, exchange_once, progress_until, receive
 
 SECRET = bytes(range(32))
-QUICK = Timeouts(connect_s=10, silence_s=5, arrive_s=10, leave_s=2)
+QUICK = Timeouts(connect_s=40, silence_s=20, arrive_s=40, leave_s=5)
 DECODING_TOPIC = 700
 Make = Callable[[int, int], FramedWire]
 
@@ -115,7 +115,7 @@ def background(action: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive(), "the action in the background did not end"
     if problems:
         raise problems[0]
@@ -136,7 +136,7 @@ def _memory(name: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"

@@ -46,7 +46,7 @@ class Side(threading.Thread):
             self.error = error
 
     def wait(self) -> Side:
-        self.join(10)
+        self.join(30)
         assert not self.is_alive()
         return self
 
@@ -56,7 +56,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for each in (ours, theirs):
-            each.settimeout(5)
+            each.settimeout(30)
         yield ours, theirs
 
 

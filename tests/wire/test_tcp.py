@@ -116,15 +116,14 @@ def test_what_is_declared_over_the_limit_is_not_allocated(what: str) -> None:
 
 
 def test_a_peer_of_another_host_that_says_nothing_any_more_is_lost() -> None:
-    quick = Timeouts(connect_s=10, silence_s=0.5, leave_s=1)
+    quick = Timeouts(connect_s=40, silence_s=0.5, leave_s=1)
     with world_with_a_rogue(tcp(timeouts=quick)) as wires:
 
         def program(wire: FramedWire) -> None:
-            start = wire.now()
             handle, _ = receive(wire, ROGUE, Tag(1, 0, 0), 16, 1)
             with pytest.raises(PeerLost, match="silent") as caught:
                 wait_for(wire, handle)
-            assert caught.value.rank == ROGUE and wire.now() - start < 2
+            assert caught.value.rank == ROGUE
             assert list(wire.lost) == [ROGUE]
             exchange_once(wire)
 
@@ -139,7 +138,7 @@ def strangers(address: str, number: int, words: bytes) -> Iterator[None]:
     host, _, port = address.rpartition(":")
     with ExitStack() as stack:
         for _ in range(number):
-            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
             connection.sendall(words)
         yield
 
@@ -174,12 +173,15 @@ def test_after_the_job_has_formed_the_port_is_closed() -> None:
     with socket_world(2, tcp()) as wires:
         host, _, port = wires[0].address.rpartition(":")
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((host, int(port)), timeout=5)
+            socket.create_connection((host, int(port)), timeout=30)
 
 
 def test_a_wrong_secret_is_told_to_the_one_who_connects_at_once() -> None:
-    quick = Timeouts(connect_s=1.5, silence_s=5)
-    with wires_of(2, lambda rank, size: TcpWire(rank, size, secret=bytes([rank]) * 32, timeouts=quick)) as wires:
+    def make(rank: int, size: int) -> TcpWire:
+        # Rank 0 goes on waiting for the right one. It would be the deadline of both if rank 1 were not told.
+        return TcpWire(rank, size, secret=bytes([rank]) * 32, timeouts=Timeouts(connect_s=60 if rank else 4, silence_s=5))
+
+    with wires_of(2, make) as wires:
         peers = [peer_of(wire) for wire in wires]
 
         def program(wire: FramedWire) -> float:
@@ -189,7 +191,7 @@ def test_a_wrong_secret_is_told_to_the_one_who_connects_at_once() -> None:
             assert "does not know this job's secret" in str(caught.value) or wire.rank == 0
             return wire.now() - start
 
-        assert run_threads(2, program, wires=wires)[1] < 1.5
+        assert run_threads(2, program, wires=wires)[1] < 40
 
 
 def test_a_port_in_use_is_named() -> None:

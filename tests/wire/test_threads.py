@@ -170,7 +170,7 @@ def test_kill_from_another_thread_ends_the_rank_and_is_seen_at_once() -> None:
             try:
                 progress_until(wire, lambda: False, "death")
             finally:
-                killer.join(5)
+                killer.join(30)
         handle, _ = receive(wire, 1, TAG, 1)
         with pytest.raises(PeerLost) as caught:
             wait_for(wire, handle)

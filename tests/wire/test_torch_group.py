@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -35,12 +34,13 @@ from wire.contract import Meeting, WireContract, body, progress_until, receive, 
 
 LARGE = INLINE_BYTES + 1000
 TAG = Tag(1, 0, 0, 7)
-TIMEOUTS = Timeouts(silence_s=5, connect_s=20, arrive_s=20, leave_s=2)
+TIMEOUTS = Timeouts(silence_s=40, connect_s=60, arrive_s=60, leave_s=40)
+LONG_S = 20.0  # more than anything needs that is told; less than what waits for a deadline takes
 
 
 def make_wire(rank: int, wires: Sequence[TcpWire], peers: list[Peer], store: Store) -> TorchGroupWire:
     wires[rank].connect(peers)
-    group: Any = dist.ProcessGroupGloo(PrefixStore("test", store), rank, len(wires), timeout=timedelta(seconds=20))
+    group: Any = dist.ProcessGroupGloo(PrefixStore("test", store), rank, len(wires), timeout=timedelta(seconds=60))
     return TorchGroupWire(wires[rank], group, timeouts=TIMEOUTS)
 
 
@@ -61,7 +61,7 @@ def gloo_world(size: int) -> Iterator[list[TorchGroupWire]]:
 
 def run(size: int, program: Callable[..., Any]) -> list[Any]:
     with gloo_world(size) as wires:
-        return run_threads(size, program, wires=wires, timeout_s=30)
+        return run_threads(size, program, wires=wires, timeout_s=90)
 
 
 class TestTorchGroupKeepsTheContract(WireContract):
@@ -253,7 +253,7 @@ def test_a_peer_lost_in_the_middle_of_a_transfer_is_named_in_time_and_survivors_
                 wait_for(wire, handle)
             assert caught.value.rank == 1 and arrived == []
         progress_until(wire, lambda: 1 in wire.lost, "the loss")
-        assert wire.now() - start < 2
+        assert wire.now() - start < LONG_S
         meeting(1)
         exchange_large(wire, 2 - wire.rank)  # on the inner wire: one of the groups is broken
         assert wire.broken is not None
@@ -274,7 +274,7 @@ def test_a_collective_of_the_executor_names_the_rank_that_died() -> None:
         start = wire.now()
         with pytest.raises(PeerLost) as caught:
             communicator.start(Request(plan, torch.ones(1_000_000), "sum", 1, 0)).wait()
-        assert caught.value.rank == 2 and wire.now() - start < 2
+        assert caught.value.rank == 2 and wire.now() - start < LONG_S
 
     run(3, program)
 
@@ -298,7 +298,7 @@ def test_a_transfer_that_only_the_group_has_lost_blames_its_peer_after_a_while()
             assert caught.value.rank == 1 and not wire.lost
             meeting()
         with pytest.raises(WireError, match="gloo group is broken|did not take part: the gloo group is broken"):
-            wire.native_all_reduce(torch.ones(3), "sum", 0, 10)
+            wire.native_all_reduce(torch.ones(3), "sum", 0, 60)
         exchange_large(wire, 1 - wire.rank)  # the wire is not broken
         meeting()
 
@@ -323,7 +323,7 @@ def test_closing_with_a_receive_that_never_ends_is_quick() -> None:
 
     before = threading.active_count()
     with gloo_world(2) as wires:
-        assert run_threads(2, program, wires=wires)[0] < 1.5
+        assert run_threads(2, program, wires=wires)[0] < LONG_S
     assert threading.active_count() == before
 
 
@@ -339,11 +339,11 @@ def test_native_all_reduce_equals_the_arithmetic(size: int) -> None:
         for op, value in expected.items():
             for length in (0, 1, 100_003):
                 tensor = torch.full((length,), float(wire.rank + 1), requires_grad=True)
-                wire.native_all_reduce(tensor, op, sequence, 10)
+                wire.native_all_reduce(tensor, op, sequence, 60)
                 sequence += 1
                 assert torch.equal(tensor, torch.full((length,), float(value)))
         columns = torch.full((6, 4), wire.rank + 1, dtype=torch.int64).t()  # not contiguous
-        wire.native_all_reduce(columns, "product", sequence, 10)
+        wire.native_all_reduce(columns, "product", sequence, 60)
         assert columns.eq(torch.arange(1, size + 1).prod()).all()
 
     run(size, program)
@@ -352,9 +352,9 @@ def test_native_all_reduce_equals_the_arithmetic(size: int) -> None:
 def test_native_broadcast_and_all_gather() -> None:
     def program(wire: TorchGroupWire) -> None:
         tensor = torch.full((5, 2), wire.rank)
-        rows = wire.native_all_gather(tensor, 0, 10)
+        rows = wire.native_all_gather(tensor, 0, 60)
         assert torch.equal(rows, torch.arange(3)[:, None, None].expand(3, 5, 2))
-        wire.native_broadcast(tensor, 2, 1, 10)
+        wire.native_broadcast(tensor, 2, 1, 60)
         assert tensor.eq(2).all()
 
     run(3, program)
@@ -373,9 +373,9 @@ def test_different_native_calls_are_an_error_on_every_rank_and_no_abort(odd: tor
     def program(wire: TorchGroupWire) -> None:
         mine = (odd, op) if wire.rank == 1 else (torch.ones(4), "sum")
         with pytest.raises(RankMismatch, match=words):
-            wire.native_all_reduce(*mine, 0, 10)
+            wire.native_all_reduce(*mine, 0, 60)
         tensor = torch.ones(4)
-        wire.native_all_reduce(tensor, "sum", 1, 10)
+        wire.native_all_reduce(tensor, "sum", 1, 60)
         assert tensor.eq(3).all()
 
     run(3, program)
@@ -394,12 +394,12 @@ def test_what_gloo_cannot_do_is_refused_and_the_others_are_told(tensor: torch.Te
     def program(wire: TorchGroupWire) -> None:
         if wire.rank == 0:
             with pytest.raises(ConfigurationError, match=words):
-                wire.native_all_reduce(tensor, op, 0, 10)
+                wire.native_all_reduce(tensor, op, 0, 60)
         else:
             with pytest.raises(WireError, match="rank 0 did not take part"):
-                wire.native_all_reduce(torch.ones(3), "sum", 0, 10)
+                wire.native_all_reduce(torch.ones(3), "sum", 0, 60)
         ones = torch.ones(3)
-        wire.native_all_reduce(ones, "sum", 1, 10)
+        wire.native_all_reduce(ones, "sum", 1, 60)
         assert ones.eq(2).all()
 
     run(2, program)
@@ -412,7 +412,7 @@ def test_a_rank_that_does_not_come_to_a_native_call_is_named() -> None:
         if wire.rank != 1:
             error = WireTimeout if wire.rank == 0 else WireError
             with pytest.raises(error, match="rank 1"):
-                wire.native_all_reduce(torch.ones(3), "sum", 0, 0.3 if wire.rank == 0 else 5)
+                wire.native_all_reduce(torch.ones(3), "sum", 0, 3.0 if wire.rank == 0 else 60)
         meeting()
 
     run(3, program)
@@ -428,18 +428,18 @@ def test_a_rank_that_dies_in_a_native_call_is_named_in_time(agreed: bool) -> Non
                 wire._group = _Dies(wire)
                 wire._works.group = wire._group
                 with pytest.raises(ZeroDivisionError):
-                    wire.native_all_reduce(torch.ones(300_000), "sum", 0, 10)
+                    wire.native_all_reduce(torch.ones(300_000), "sum", 0, 60)
                 assert wire._group.fired
             else:
                 wire.abandon()
             return
         start = wire.now()
         with pytest.raises(PeerLost) as caught:
-            wire.native_all_reduce(torch.ones(300_000), "sum", 0, 10)
-        assert caught.value.rank == 2 and wire.now() - start < 3
+            wire.native_all_reduce(torch.ones(300_000), "sum", 0, 60)
+        assert caught.value.rank == 2 and wire.now() - start < LONG_S
         if agreed:
             with pytest.raises(PeerLost, match="rank 2"):
-                wire.native_all_reduce(torch.ones(3), "sum", 1, 10)
+                wire.native_all_reduce(torch.ones(3), "sum", 1, 60)
 
     run(3, program)
 
@@ -470,7 +470,7 @@ def test_payloads_and_a_native_call_share_the_group() -> None:
         wire.send(memoryview(bytearray(1 << 20)), peer, TAG, 0, finished.append)
         wire.recv(peer, TAG, 1 << 20, 0, lambda view: arrived.append(bytes(view)), finished.append)
         tensor = torch.ones(200_000)
-        wire.native_all_reduce(tensor, "mean", 0, 10)
+        wire.native_all_reduce(tensor, "mean", 0, 60)
         assert tensor.eq(1).all()
         progress_until(wire, lambda: len(finished) == 2, "the payloads")
         assert arrived == [bytes(1 << 20)]
@@ -523,8 +523,8 @@ from stretto.wire.tcp import TcpWire
 from stretto.wire.torch_group import TorchGroupWire, torch_group
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-first = torch_group("gloo", rank, size, timeout_s=20)  # makes torch's default group as well
-group = torch_group("gloo", rank, size, timeout_s=20)  # finds one
+first = torch_group("gloo", rank, size, timeout_s=60)  # makes torch's default group as well
+group = torch_group("gloo", rank, size, timeout_s=60)  # finds one
 assert len({id(one) for one in (first, group, dist.group.WORLD)}) == 3
 inner = TcpWire(rank, size, secret=bytes(32))
 addresses = [None] * size
@@ -532,7 +532,7 @@ dist.all_gather_object(addresses, inner.address)
 inner.connect([Peer(r, r, "here", address, 0) for r, address in enumerate(addresses)])
 wire = TorchGroupWire(inner, group)
 tensor = torch.full((100_000,), float(rank))
-wire.native_all_reduce(tensor, "mean", 0, 20)
+wire.native_all_reduce(tensor, "mean", 0, 60)
 assert tensor.eq((size - 1) / 2).all()
 wire.close()
 dist.destroy_process_group()
@@ -544,12 +544,10 @@ print(f"rank {rank} has {tensor[0].item()}")
 def test_native_all_reduce_between_processes_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     paths = [str(Path(stretto.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, str(script)], env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     # The workers share torchrun's output, where lines may run together.
     assert sorted(re.findall(r"rank \d has \d\.\d", done.stdout)) == ["rank 0 has 0.5", "rank 1 has 0.5"]

@@ -213,7 +213,11 @@ def _guard() -> Iterator[int]:
         with contextlib.suppress(BrokenPipeError):  # somebody killed the guard; nothing is left for it to do
             os.write(guard, b"done\n")
         os.close(guard)
-        process.wait(END_S)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:  # the machine stands still; the guard has nothing left to do
+            process.kill()
+            process.wait()
 
 
 def _start(method: StartMethod, variables: dict[str, str], work: Any, guard: int) -> _Worker:
@@ -293,7 +297,7 @@ def _next(
             if known:
                 return known[0].rank, _died(known[0])
             ended_before = {worker.rank for worker in silent}
-            if time.monotonic() >= limit:
+            if time.monotonic() >= limit and not silent:  # who ended just now is asked once more
                 return None
             continue
         if rank not in heard:

@@ -25,7 +25,7 @@ from stretto.errors import ConfigurationError, JobError
 from stretto.lab import messages
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
-_ANSWER_S = 5.0
+_ANSWER_S = 20.0
 
 
 def runtime_directory() -> Path:

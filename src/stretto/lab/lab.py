@@ -40,7 +40,7 @@ from stretto.lab.slow import check_factor
 _FIRST_MASTER_PORT = 29500
 _READY_S = 30.0
 _TERMINATE_S = 3.0
-_KILL_S = 1.5
+_KILL_S = 10.0  # what is killed ends at once, unless the machine stalls
 _CLOSE_S = 5.0
 
 
