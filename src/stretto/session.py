@@ -70,7 +70,7 @@ class Job:
         self.choices: Choices | None = None
         self.closed = False
         self.engines: WeakSet[Any] = WeakSet()  # of the models that train in this job
-        self._at_close: list[Callable[[], None]] = []
+        self.threads: WeakSet[Any] = WeakSet()  # what has a stop() to be called before the job is left
         self.weight = 1.0  # of this worker's gradients in a mean; see `stretto.weight`
         self.at_exit: Finalize | None = None
         self.ledger = Ledger()
@@ -300,17 +300,13 @@ class Job:
         if self.closed:
             raise ConfigurationError("this job was shut down. Call stretto.init() once, before its collectives.")
 
-    def on_close(self, action: Callable[[], None]) -> None:
-        """Have `action` done when this worker leaves the job."""
-        self._at_close.append(action)
-
     def close(self, *, goodbye: bool) -> None:
         """Leave the job. Without `goodbye` the others see a lost peer: for an exit with an exception in flight."""
         if self.closed:
             return
         self.closed = True
-        for action in self._at_close:
-            action()
+        for thread in list(self.threads):
+            thread.stop()
         if self._communication is not None and self.wire is not None:
             self._communication.stop(self.timeouts.leave_s)
             self.write_trace()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ from stretto.compress.qsgd import QSGD
 from stretto.compress.rounds import Collective, Gather, Steps, Transpose, parts
 from stretto.compress.sign import Sign
 from stretto.compress.tern_grad import TernGrad
+from stretto.compress.threshold import Threshold
 from stretto.compress.top_k import TopK
 from stretto.distributing import distribute
 from stretto.plan.choose import Choices
@@ -129,6 +131,34 @@ def test_no_more_than_asked_for_is_kept(most: int) -> None:
     del small
 
     assert {length: len(free) for length, free in memory._free.items()} == {1: most, 2: min(most, 1)}
+
+
+def test_who_asks_for_ever_new_lengths_gets_them_and_only_the_last_are_kept() -> None:
+    memory = KeptMemory()
+    for length in (*range(1, 21), 15):
+        assert lend(memory, length * UNIT_BYTES).numel() == length * UNIT_BYTES
+    assert list(memory._free) == [13, 14, 16, 17, 18, 19, 20, 15]
+
+    late = lend(memory, 40 * UNIT_BYTES)
+    for length in range(1, 9):
+        lend(memory, length * UNIT_BYTES)
+    del late  # nobody has asked for such a length since
+    assert list(memory._free) == list(range(1, 9))
+
+
+def test_payloads_of_other_lengths_in_every_round_are_not_kept(tiny_units: None) -> None:
+    workers = Workers(Threshold(1.0), [("a", (40, 100))], 3)
+    for number in range(6):
+        workers.round([random(4000, 10 * number + rank) * (1 + number + rank) for rank in range(3)])
+    kept = [value for one in workers.kept for value in one.values() if isinstance(value, Blocks)]
+    assert len(kept) == 3 and all(not any(blocks.memory._free.values()) for blocks in kept)
+
+
+def test_a_copy_begins_with_nothing() -> None:
+    memory = KeptMemory(1)
+    lend(memory)
+    assert sum(map(len, memory._free.values())) == 1
+    assert not copy.deepcopy(memory)._free and copy.deepcopy(memory)._most == 1
 
 
 def test_threads_never_get_the_same(tiny_units: None) -> None:

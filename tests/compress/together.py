@@ -54,7 +54,8 @@ class Workers:
         if isinstance(asked[0], Gather):
             rows = [one.row for one in asked if isinstance(one, Gather)]
             self._count([len(row) * row.element_size() * (len(asked) - 1) for row in rows])
-            return [torch.stack(rows).clone() for _ in asked]
+            table = torch.stack(rows)  # before anything is written: a row may lie in the memory that is written to
+            return [table.clone() if one.into is None else one.into.copy_(table) for one in asked if isinstance(one, Gather)]
         if isinstance(asked[0], Transpose):
             tables = [one.rows for one in asked if isinstance(one, Transpose)]
             self._count([table[0].numel() * table.element_size() * (len(asked) - 1) for table in tables])

@@ -208,13 +208,86 @@ def test_a_parameter_that_outlives_its_model_has_no_hooks_and_may_be_part_of_ano
             engine = weakref.ref(engine_of(model))
             del model, optimizer
             assert_dead(engine)
+        torch.autograd.backward(backbone.weight.sum())
         hooks: Any = backbone.weight._post_accumulate_grad_hooks
         assert not hooks
-        torch.autograd.backward(backbone.weight.sum())
         assert backbone.weight.grad is not None and bool((backbone.weight.grad == 1).all())
         return result
 
     assert_equal(run_jobs(size, program))
+
+
+def test_who_trains_on_with_what_is_left_is_told_that_nobody_combines_it(caplog: pytest.LogCaptureFixture) -> None:
+    """A container that was only made for `distribute`, and then another optimizer: nothing holds the engine any more."""
+
+    def program(job: Job) -> None:
+        backbone = seeded(lambda: nn.Linear(4, 8))
+        model, optimizer = with_strategy(job, nn.Sequential(backbone), EXACT)
+        train(job, model, optimizer)
+        engine = weakref.ref(engine_of(model))
+        del model, optimizer
+        assert_dead(engine)
+        for _ in range(2):
+            torch.autograd.backward(backbone(data(job.rank).float()).sum())
+
+    with caplog.at_level("WARNING", "stretto"):
+        run_jobs(2, program)
+    said = [record.getMessage() for record in caplog.records if "on this worker alone" in record.getMessage()]
+    assert sorted(text.partition(":")[0] for text in said) == ["rank 0", "rank 1"]
+
+
+def test_a_parameter_that_is_part_of_another_model_by_then_is_combined_and_nothing_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def program(job: Job) -> list[Tensor]:
+        backbone = seeded(lambda: nn.Linear(4, 8))
+        model, optimizer = with_strategy(job, nn.Sequential(backbone), EXACT)
+        engine = weakref.ref(engine_of(model))
+        del model, optimizer
+        assert_dead(engine)
+        return train(job, *with_strategy(job, nn.Sequential(backbone, nn.Tanh()), EXACT))
+
+    with caplog.at_level("WARNING", "stretto"):
+        assert_equal(run_jobs(2, program))
+    assert "on this worker alone" not in caplog.text
+
+
+def test_the_job_keeps_nothing_of_models_that_are_gone() -> None:
+    def program(job: Job) -> None:
+        for _ in range(3):
+            model, optimizer = with_strategy(job, seeded(lambda: nn.Linear(4, 2)), SIGN)
+            engine = weakref.ref(engine_of(model))
+            assert len(job.threads) == 1
+            del model, optimizer
+            assert_dead(engine)
+        assert len(job.threads) == 0
+
+    run_jobs(1, program)
+
+
+def test_a_collection_by_another_thread_does_not_make_a_dropped_model_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile ours does nothing: here the first two."""
+    collected: list[int] = []
+    collect = gc.collect
+
+    def in_vain_at_first() -> int:
+        collected.append(len(collected))
+        return collect() if len(collected) > 2 else 0
+
+    monkeypatch.setattr("stretto.engine.admission.gc.collect", in_vain_at_first)
+
+    def program(job: Job) -> None:
+        backbone = seeded(lambda: nn.Linear(4, 8))
+        model, optimizer = with_strategy(job, nn.Sequential(backbone), EXACT)
+        gc.disable()
+        try:
+            del model, optimizer
+            with_strategy(job, nn.Sequential(backbone), EXACT)
+        finally:
+            gc.enable()
+
+    run_jobs(1, program)
+    assert len(collected) == 3
 
 
 def test_what_is_only_waiting_to_be_collected_does_not_count_as_distributed() -> None:

@@ -132,11 +132,6 @@ def _no_contraction(codec: object) -> str | None:
         )
     if (reason := codec.no_residual or codec.no_contraction) is not None:  # a vote; TernGrad, clipped or not
         return f"{reason}.\nWrite {codec!r} alone, or EF21 around a contraction: EF21(TopK(0.01)), EF21(Sign())."
-    if codec.unbiased:
-        return (
-            "it is right on average and may err by more than it is given, so estimates need not come closer.\n"
-            f"Write {codec!r} alone, which needs no correction, or EF21 around a contraction: EF21(TopK(0.01)), EF21(Sign())."
-        )
     if codec.payload_dtype in (torch.float16, torch.bfloat16):
         return (
             "its payloads are added in half precision, and what such a sum loses would stay in the mean for ever.\n"

@@ -51,8 +51,8 @@ class ErrorFeedback(Compression):
         if (reason := self.codec.no_contraction) is not None:
             raise ConfigurationError(
                 f"ErrorFeedback({self.codec!r}): {reason}.\n"
-                f"It is right on average (but for what it clips) and needs no error feedback: write {self.codec!r} alone.\n"
-                f"Or take a contraction: ErrorFeedback(OneBit()), ErrorFeedback(Sign()), ErrorFeedback(QSGD(8))."
+                f"Write {self.codec!r} alone: what is right on average needs no error feedback. Or take a contraction: "
+                f"ErrorFeedback(OneBit()), ErrorFeedback(Sign()), ErrorFeedback(QSGD(8))."
             )
 
     def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:

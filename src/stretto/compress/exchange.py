@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from stretto.collectives import catalogue
 from stretto.collectives.hop import Hop
@@ -96,12 +97,13 @@ def _gathered(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | Non
     blocks = turn.blocks_of(codec)
     payload = _encode(codec, values if feedback is None else feedback.residual, blocks, turn.draw, feedback)
     lengths, table = [len(payload)] * turn.world_size, None
-    if codec.num_bytes(blocks) is None:
+    if codec.num_bytes(blocks) is None:  # other lengths in every round: not worth keeping
         told = yield Gather(torch.tensor([len(payload)]))
         lengths = _checked(told.flatten().tolist(), codec, blocks)
+        payload = functional.pad(payload, (0, max(lengths) - len(payload)))
     else:
         table = blocks.memory.empty((turn.world_size, len(payload)), torch.uint8, payload.device)
-    rows = yield Gather(_padded(payload, max(lengths), blocks.memory), table)
+    rows = yield Gather(payload, table)
     values.zero_()
     for rank, length in enumerate(lengths):
         _add(codec, rows[rank, :length], blocks, turn.draw, values, rank)

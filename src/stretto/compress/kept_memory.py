@@ -6,8 +6,8 @@ last tensor that sees it is gone, and is lent again.
 
 Invariant:  what is lent is nobody else's. A payload that a caller holds on to, that a wire still reads, or of which some view or
             array is left, is not written to by a later call: that one gets other memory.
-Kept:       of each length (in whole MiB) at most `most` that nobody uses; the rest is given back. Nothing below 1 MiB, which the
-            C library keeps by itself, and nothing on a GPU, where torch does.
+Kept:       of each length (in whole MiB) at most `most` that nobody uses, and of the `MOST_LENGTHS` lengths last asked for; the
+            rest is given back. Nothing below 1 MiB, which the C library keeps by itself, and nothing on a GPU, where torch does.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ import torch
 from torch import Tensor
 
 UNIT_BYTES: Final = 1 << 20
-MOST: Final = 2  # a collective's result may still be seen when the next one's memory is asked for
+MOST_FREE: Final = 2  # a collective's result may still be seen when the next one's memory is asked for
+MOST_LENGTHS: Final = 8  # a round has fewer; who asks for ever new ones must not make us hoard them
 
 
 class KeptMemory:
-    """Lends memory and takes it back. Any thread may ask and any may let go."""
+    """Lends memory and takes it back. Any thread may ask and any may let go. A copy of it begins with nothing."""
 
     __slots__ = ("_free", "_most")
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MOST_FREE) -> None:
         self._most = most
-        self._free: dict[int, list[Tensor]] = {}  # by number of units
+        self._free: dict[int, list[Tensor]] = {}  # by number of units; the length asked for last is the last one
+
+    def __reduce__(self) -> tuple[type[KeptMemory], tuple[int]]:
+        return KeptMemory, (self._most,)
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As `torch.empty`: what is in it is undefined."""
+        """As `torch.empty`: what is in it is undefined. It cannot be resized."""
         shape = (shape,) if isinstance(shape, int) else shape
         num_bytes = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or num_bytes < UNIT_BYTES:
@@ -46,12 +50,16 @@ class KeptMemory:
         return torch.from_numpy(seen).view(dtype).view(shape)
 
     def _take(self, num_units: int) -> Tensor:
+        free = self._free.pop(num_units, [])
+        self._free[num_units] = free  # now the last
+        for forgotten in list(self._free)[:-MOST_LENGTHS]:
+            self._free.pop(forgotten, None)
         try:
-            return self._free.setdefault(num_units, []).pop()
+            return free.pop()
         except IndexError:
-            return torch.empty(num_units * UNIT_BYTES, dtype=torch.uint8)
+            return torch.empty(num_units * UNIT_BYTES, dtype=torch.uint8, device="cpu")
 
     def _take_back(self, num_units: int, memory: Tensor) -> None:
-        free = self._free[num_units]
-        if len(free) < self._most:
+        free = self._free.get(num_units)
+        if free is not None and len(free) < self._most:
             free.append(memory)

@@ -70,10 +70,13 @@ class OneBitAdam(Compression):
             )
         if not _is_number(self.eps) or not self.eps > 0:
             raise ConfigurationError(f"OneBitAdam(eps={self.eps!r}): a finite number above 0 is needed. Write eps=1e-8.")
-        if not isinstance(self.codec, Codec) or self.codec.lossless or (self.codec.no_residual or self.codec.no_contraction):
+        if isinstance(self.codec, Codec) and (reason := self.codec.no_residual or self.codec.no_contraction) is not None:
             raise ConfigurationError(
-                f"OneBitAdam(codec={self.codec!r}): the momentum is sent by a lossy codec that is a contraction, for its "
-                f"error is fed back here.\n"
+                f"OneBitAdam(codec={self.codec!r}): {reason}.\nWrite a contraction, whose error is fed back here: codec=Sign()."
+            )
+        if not isinstance(self.codec, Codec) or self.codec.lossless:
+            raise ConfigurationError(
+                f"OneBitAdam(codec={self.codec!r}): the momentum is sent by a lossy codec, whose error is fed back here.\n"
                 f"Write codec=Sign(), without ErrorFeedback; to compress nothing, take torch.optim.Adam and NoCompression()."
             )
 

@@ -11,8 +11,9 @@ Unbiased:   E[C(x)] = x, up to the rounding of float32. E|C(x) - x|^2 <= omega |
             for either norm; a value is off by less than N / s. Of Gaussian values in buckets of 512, omega is 0.04 with "max"
             and 1.6 with "l2" (4 bits): the largest value is smaller than the norm, so levels lie closer.
 With error feedback: it adds nothing on average, and residuals may grow without bound unless it is a contraction. So it is
-            refused unless omega is below 1. For buckets of 512 that is 22.6, 7.5 and 2.6 with 2, 3 and 4 bits, which are refused,
-            and 0.57, 0.13, 0.03 and 0.01 with 5, 6, 7 and 8.
+            refused unless omega is below 1; with "max", where the largest value is exact, omega is at the worst
+            (sqrt(1 + (d - 1) / s^2) - 1) / 2. For buckets of 512 that is 10.8, 3.3 and 1.2 with 2, 3 and 4 bits, which are
+            refused, and 0.40, 0.12, 0.03 and 0.01 with 5 to 8. ("l2": 22.6, 7.5, 2.6 and 0.57, 0.13, 0.03, 0.01.)
 Invariant:  a value of 0 stays 0, no sign changes, no level is above s; numbers are drawn by element and round (`draw.py`),
             whatever the buckets of parameters.
 Reference: Alistarh et al., "QSGD", NeurIPS 2017 (with "l2"; in practice it takes "max", as does the default here). Departs from
@@ -66,7 +67,10 @@ class QSGD(Codec):
     @property
     def no_contraction(self) -> str | None:  # type: ignore[override]
         levels = 2 ** (self.bits - 1) - 1
-        omega = min(self.bucket / (4 * levels**2), self.bucket**0.5 / levels)
+        if self.norm == "max":  # the largest value is exact: one of 1 and d - 1 alike, where they err most for their size
+            omega = ((1 + (self.bucket - 1) / levels**2) ** 0.5 - 1) / 2
+        else:
+            omega = min(self.bucket / (4 * levels**2), self.bucket**0.5 / levels)
         if omega < 1:
             return None
         return (

@@ -7,8 +7,9 @@ Bits:       2 n + 32 per block of `block` values. Layout: all s (float32), then 
 Unbiased without clipping (`clip=None`): E[C(x)] = x, and E|C(x) - x|^2 = s |x|_1 - |x|^2 <= omega |x|^2 with omega = (sqrt(n) -
             1) / 2 for blocks of n values (2.0 for 4096 Gaussian values). Clipping (the default) makes s smaller and with it the
             variance (1.0), for a bias on the few values beyond.
-With error feedback: refused. It is no contraction (omega >= 1 from blocks of 9 values on): of Gaussian gradients, residuals get
-            25 times as long as a gradient within 400 rounds, in one block of 65,536 values more than 90 times, and still grow.
+With error feedback: refused, whatever the block. It is no contraction (omega >= 1 from blocks of 9 values on): of Gaussian
+            gradients, residuals get 25 times as long as a gradient within 400 rounds, in one block of 65,536
+            values more than 90 times, and still grow.
 Invariant:  a value of 0 stays 0, no sign changes; numbers are drawn by element and round (`draw.py`), whatever the buckets.
 Reference: Wen et al., "TernGrad", NeurIPS 2017. Departs from it: a scale per block, where it has one per layer: s and the
            variance are smaller, and workers can share the blocks out; `block=None` is as published. sigma is taken about 0, not

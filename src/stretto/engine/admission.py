@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from stretto.collectives.reduction import dtype_code
 from stretto.errors import ConfigurationError
 from stretto.session import Job
 from stretto.strategy import Strategy
+
+COLLECTIONS, COLLECTION_S = 10, 0.02
 
 
 def check(
@@ -58,14 +61,18 @@ def check_model(model: nn.Module, optimizer: Optimizer, job: Job) -> None:
 def _check_first_time(model: nn.Module, job: Job) -> None:
     """Models of jobs that are over do not count: they may be trained again, in this one. Nor do models that nobody has any more:
     they are collected first, for otherwise it would depend on the collector's mood, on each worker, what is refused."""
-    if _who_has_it(model, job) is None:
-        return
-    gc.collect()
-    if (problem := _who_has_it(model, job)) is not None:
+    for _ in range(COLLECTIONS):
+        if _problem_with_parameters(model, job) is None:
+            return
+        if any(engine.model is model for engine in job.engines):  # the caller holds it
+            break
+        gc.collect()
+        time.sleep(COLLECTION_S)  # a collection by another thread makes ours return at once, with nothing done
+    if (problem := _problem_with_parameters(model, job)) is not None:
         raise ConfigurationError(problem)
 
 
-def _who_has_it(model: nn.Module, job: Job) -> str | None:
+def _problem_with_parameters(model: nn.Module, job: Job) -> str | None:
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for engine in job.engines:
         if engine.model is model:

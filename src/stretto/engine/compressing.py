@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -46,8 +45,7 @@ class Compressing:
         self._lane = Lane()
         self._carrier = Carrier(job, channel, self._algorithm)
         self._infinite = False
-        lane = weakref.ref(self._lane)  # the job outlives models: it must not keep their threads
-        job.on_close(lambda: None if (found := lane()) is None else found.stop())
+        job.threads.add(self._lane)
 
     def start(self, bucket: Bucket, *, sequence: int, label: str, absent: bool, weight: float) -> None:
         """Send the bucket on its way. `absent`: this worker has no data, so nothing of its own to say."""

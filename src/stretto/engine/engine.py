@@ -25,13 +25,12 @@ workers need no common order of buckets; which parameters were used rides in the
 
 from __future__ import annotations
 
-import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +46,7 @@ from stretto.engine.finite import FiniteCheck
 from stretto.engine.sparse import exchange_sparse, sparse_parameters
 from stretto.engine.state import copy_buffers, copy_by
 from stretto.engine.watch import Watch
-from stretto.engine.weak_hook import take_off, weakly
+from stretto.engine.weak_hook import Orphan, take_off, weakly, when_accumulated
 from stretto.errors import BackwardFailed, ConfigurationError
 from stretto.observe.compute import tensors_in
 from stretto.session import Job
@@ -110,7 +109,7 @@ class Engine:
         self._sequence = 0
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
-        weakref.finalize(self, take_off, self._gradient_hooks).atexit = False  # parameters may outlive their model
+        self._orphan = Orphan(job)
         if self.synchronising:
             self._lay_out()
             self._hooks.append(model.register_forward_pre_hook(self._before_forward))
@@ -177,10 +176,9 @@ class Engine:
     def _set_gradient_hooks(self) -> None:
         last = [p for p, large in zip(self.closing.parameters, self.closing.large, strict=True) if not large]
         early = [p for _, p in self.dense if p not in set(last)]
-        self._gradient_hooks += [_when_accumulated(p, weakly(self._on_gradient, self.number[p])) for p in early]
-        self._gradient_hooks += [
-            _when_accumulated(p, weakly(self._on_last_gradient)) for p in (*last, *(p for _, p in self.sparse))
-        ]
+        self._gradient_hooks += [when_accumulated(p, self._on_gradient, self.number[p], orphan=self._orphan) for p in early]
+        late = (*last, *(p for _, p in self.sparse))
+        self._gradient_hooks += [when_accumulated(p, self._on_last_gradient, orphan=self._orphan) for p in late]
 
     def _notice_changes(self) -> None:
         """Parameters frozen, unfrozen, added or converted since the last step get their place, on all workers alike."""
@@ -203,6 +201,10 @@ class Engine:
     @property
     def closing(self) -> Bucket:
         return self.buckets[-1]
+
+    def combines(self, parameter: Tensor) -> bool:
+        """Whether the gradient of this parameter is one of those it combines."""
+        return self.synchronising and parameter in self._known
 
     def close(self) -> None:
         """Take every hook off the model again."""
@@ -536,7 +538,7 @@ class Engine:
         """In a job of one nothing is combined, but what was asked to be checked is."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                self._gradient_hooks.append(_when_accumulated(parameter, weakly(self._look_alone, name)))
+                self._gradient_hooks.append(when_accumulated(parameter, self._look_alone, name, orphan=self._orphan))
 
     def _look_alone(self, name: str, parameter: Tensor) -> None:
         if self._finite is not None and parameter.grad is not None:
@@ -548,10 +550,6 @@ def _inert_engine() -> Engine:
     engine = Engine.__new__(Engine)
     engine.inert = True
     return engine
-
-
-def _when_accumulated(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    return cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
 
 def _weigh(gradient: Tensor, weight: float) -> None:

@@ -347,9 +347,7 @@ def _mechanism_at(launch: Launch, say: str | None = None) -> str | None:
                 for _ in range(8):  # the rest of its greeting, then the end; no more from somebody who will not stop
                     if not probe.recv(64):
                         break
-    except TimeoutError:
-        return ""
-    except OSError:
+    except OSError:  # also one that says nothing for too long: it may be busy
         return None
     if len(answer) < 32 or answer[0] != 0xFF or answer[9] != 0x7F:
         return ""

@@ -107,7 +107,7 @@ class Why(enum.Enum):
 
     SECRET = "did not know the job secret"
     PLAIN = "did not encrypt, as this job does"
-    ENCRYPTED = "encrypted, as this job does not"
+    OTHERWISE = "did not present itself as this job does (STRETTO_ENCRYPT, or it is another program)"
 
 
 @dataclass(frozen=True, slots=True)

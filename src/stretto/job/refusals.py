@@ -34,7 +34,7 @@ class RefusalMonitor:
         self._server = server
         self._reasons = {
             int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC): Why.SECRET,
-            int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH): Why.PLAIN if encrypted else Why.ENCRYPTED,
+            int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH): Why.PLAIN if encrypted else Why.OTHERWISE,
         }
         self._addresses: dict[int, str] = {}  # descriptor -> remote address
         self._failed: Why | None = None  # of the connection whose end is reported next

@@ -4,11 +4,12 @@
 2. For the sizes at which a trial is cheap (`TRIAL_S`), the best `FINALISTS` of the ranking run for real and the fastest
    wins: the model knows nothing of caches, of threads that share a processor, or of what a copy costs.
 3. Between the sizes tried the nearest one decides; above them all, the prediction (there the bytes decide, and it knows those).
-4. A ring that is predicted to be at most `RING_MARGIN` slower than the best is taken instead. The prediction is for one
-   all-reduce that has the network to itself, but a training step has several buckets under way. A ring's ranks all send to
-   one neighbour at any time, however many rings run; halving and doubling meets another partner in each round, and several at
-   once wait for each other's partners. Measured on four lab hosts at 28 Mbit/s, 12.6 MB of gradients in buckets of 4 MiB, against
-   the time the bytes need: ring 1.08, halving and doubling 1.23; a single bucket of 4 MiB: 1.08 and 1.10.
+4. Where nothing was tried, a ring that is predicted to be at most `RING_MARGIN` slower than the best is taken instead. The
+   prediction is for one all-reduce that has the network to itself, but a training step has several buckets under way. A
+   ring's ranks all send to one neighbour at any time, however many rings run; halving and doubling meets another partner in
+   each round, and several at once wait for each other's partners. Seen on four lab hosts at 28 Mbit/s, 12.6 MB of gradients in
+   buckets of 4 MiB, as a multiple of the time the bytes need: ring 1.08, halving and doubling 1.23; one bucket of 4 MiB by
+   itself: 1.08 and 1.10.
 
 Rank 0 decides and tells the others: ranks that chose for themselves might choose differently, and hang. The choice is a
 short table of size limits, kept for the job.
