@@ -157,7 +157,7 @@ def write(reports: list[Report], folder: Path, command: str) -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Time training steps with compressed gradients on slow lab links.")
     parser.add_argument("--rho", type=float, nargs="*", default=[10.0, 1.0], help="communication over computation, of DDP (10 1)")
-    parser.add_argument("--codecs", default=",".join(CODECS), help=f"of {','.join(CODECS)}")
+    parser.add_argument("--codecs", default=",".join(CODECS), help=f"of {','.join(CODECS)}".replace("%", "%%"))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rows", type=int, default=16, help="of each worker's batch")
     parser.add_argument("--quick", action="store_true", help="2 rounds, three codecs; written to build/benchmarks")
