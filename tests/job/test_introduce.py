@@ -155,7 +155,7 @@ def test_who_waits_is_told_at_once_that_somebody_with_another_secret_was_refused
 def test_who_waits_for_a_worker_that_encrypts_otherwise_is_told_so(encrypt: bool) -> None:
     with coordinator(2, "--encrypted" if encrypt else "--plain") as (_, address):
         honest, other = together(
-            worker(launch_of(0, 2, address, encrypt=encrypt), Timeouts(connect_s=10)),
+            worker(launch_of(0, 2, address, encrypt=encrypt), Timeouts(connect_s=7)),
             worker(launch_of(1, 2, address, encrypt=not encrypt)),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 
 import torch
@@ -15,7 +16,7 @@ from stretto.errors import ConfigurationError
 from stretto.session import Job
 from stretto.strategy import Strategy
 
-COLLECTIONS, COLLECTION_S = 10, 0.02
+COLLECTION_S = 2.0  # to wait for another thread's
 
 
 def check(
@@ -61,15 +62,31 @@ def check_model(model: nn.Module, optimizer: Optimizer, job: Job) -> None:
 def _check_first_time(model: nn.Module, job: Job) -> None:
     """Models of jobs that are over do not count: they may be trained again, in this one. Nor do models that nobody has any more:
     they are collected first, for otherwise it would depend on the collector's mood, on each worker, what is refused."""
-    for _ in range(COLLECTIONS):
-        if _problem_with_parameters(model, job) is None:
-            return
-        if any(engine.model is model for engine in job.engines):  # the caller holds it
-            break
-        gc.collect()
-        time.sleep(COLLECTION_S)  # a collection by another thread makes ours return at once, with nothing done
+    if _problem_with_parameters(model, job) is None:
+        return
+    if all(engine.model is not model for engine in job.engines):  # otherwise the caller holds it
+        _collect()
     if (problem := _problem_with_parameters(model, job)) is not None:
         raise ConfigurationError(problem)
+
+
+def _collect() -> None:
+    """A full garbage collection. While another thread is in one, `gc.collect` returns at once with nothing done: so again."""
+    me, done = threading.get_ident(), threading.Event()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2 and threading.get_ident() == me:
+            done.set()
+
+    gc.callbacks.append(note)
+    try:
+        until = time.monotonic() + COLLECTION_S
+        gc.collect()
+        while not done.is_set() and time.monotonic() < until:
+            time.sleep(0.01)
+            gc.collect()
+    finally:
+        gc.callbacks.remove(note)
 
 
 def _problem_with_parameters(model: nn.Module, job: Job) -> str | None:
