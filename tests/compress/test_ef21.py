@@ -17,6 +17,7 @@ from stretto.compress.ef21 import EF21, ESTIMATE, MEAN, VELOCITY
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.float16 import Float16
 from stretto.compress.none import NoCompression
+from stretto.compress.qsgd import QSGD
 from stretto.compress.random_k import RandomK
 from stretto.compress.sign import Sign
 from stretto.compress.state import SERVER, State
@@ -51,7 +52,7 @@ def unsaid(workers: Workers) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("codec", [TopK(0.1), RandomK(0.2), Sign(8)], ids=repr)
+@pytest.mark.parametrize("codec", [TopK(0.1), RandomK(0.2), Sign(8), QSGD(5, 64)], ids=repr)
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.3}, {"participation": 0.5}], ids=str)
 def test_the_mean_estimate_is_the_mean_of_the_estimates(codec: Codec, size: int, options: dict[str, float]) -> None:
     workers = Workers(EF21(codec, **options), SHAPES, size)
@@ -94,8 +95,9 @@ def test_estimates_of_fixed_gradients_converge_geometrically() -> None:
     torch.testing.assert_close(workers.round(grads)[0], torch.stack(grads).mean(0))  # the fourth quarter was the last
 
 
-def test_means_compressed_too_converge_to_the_mean() -> None:
-    workers = Workers(EF21(Sign(8)), SHAPES, 4)
+@pytest.mark.parametrize("codec", [Sign(8), QSGD(5, 64)], ids=repr)
+def test_means_compressed_too_converge_to_the_mean(codec: Codec) -> None:
+    workers = Workers(EF21(codec), SHAPES, 4)
     grads = gradients(workers)
     mean = torch.stack(grads).mean(0)
     errors = [float((workers.round(grads)[0] - mean).norm() / mean.norm()) for _ in range(80)]
