@@ -26,8 +26,10 @@ from stretto.session import Job
 log = logging.getLogger("stretto")
 
 
-def weakly(method: Callable[..., None], *arguments: int | str) -> Callable[[Tensor], None]:
-    """A function of a tensor that calls `method(*arguments, tensor)` for as long as the method's owner is there."""
+def weakly(
+    method: Callable[..., None], *arguments: int | str, gone: Callable[[Tensor], None] | None = None
+) -> Callable[[Tensor], None]:
+    """A function of a tensor that calls `method(*arguments, tensor)` for as long as the method's owner is there, then `gone`."""
     bound = cast(MethodType, method)
     owner: weakref.ref[Any] = weakref.ref(bound.__self__)
     function = bound.__func__
@@ -35,24 +37,21 @@ def weakly(method: Callable[..., None], *arguments: int | str) -> Callable[[Tens
     def hook(tensor: Tensor) -> None:
         if (alive := owner()) is not None:
             function(alive, *arguments, tensor)
+        elif gone is not None:
+            gone(tensor)
 
     return hook
 
 
 def when_accumulated(parameter: Tensor, method: Callable[..., None], *arguments: int | str, orphan: Orphan) -> RemovableHandle:
     """Have `method(*arguments, parameter)` called with every gradient; when its owner is gone, `orphan(parameter)`, once."""
-    bound = cast(MethodType, method)
-    owner: weakref.ref[Any] = weakref.ref(bound.__self__)
-    function = bound.__func__
     mine: list[RemovableHandle] = []
 
-    def hook(tensor: Tensor) -> None:
-        if (alive := owner()) is not None:
-            function(alive, *arguments, tensor)
-        else:
-            take_off(mine)
-            orphan(tensor)
+    def gone(tensor: Tensor) -> None:
+        take_off(mine)
+        orphan(tensor)
 
+    hook = weakly(method, *arguments, gone=gone)
     mine.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
     return mine[0]
 

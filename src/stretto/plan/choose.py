@@ -9,7 +9,7 @@
    ring's ranks all send to one neighbour at any time, however many rings run; halving and doubling meets another partner in
    each round, and several at once wait for each other's partners. Seen on four lab hosts at 28 Mbit/s, 12.6 MB of gradients in
    buckets of 4 MiB, as a multiple of the time the bytes need: ring 1.08, halving and doubling 1.23; one bucket of 4 MiB by
-   itself: 1.08 and 1.10.
+   itself: 1.08 and 1.10 (benchmarks/results/buckets_at_once_*.md).
 
 Rank 0 decides and tells the others: ranks that chose for themselves might choose differently, and hang. The choice is a
 short table of size limits, kept for the job.
