@@ -40,7 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     length: int = 64
     width: int = 192
     depth: int = 6
-    rho: float = 0.0  # what the rate was chosen for
+    device: str = "cpu"
+    rho: float | None = None  # what the rate was chosen for
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +64,7 @@ class Contender:
     def __init__(self, name: str, settings: Settings, job: Job) -> None:
         torch.manual_seed(0)
         self.name = name
-        self.core = Gpt(settings.width, 6, settings.depth, settings.length)
+        self.core = model_of(settings).to(_device(job, settings))
         self.optimizer = torch.optim.SGD(self.core.parameters(), lr=1e-3)
         self.model: nn.Module = self.core
         if name in settings.strategies:
@@ -79,9 +80,17 @@ class Contender:
         self.optimizer.zero_grad()
 
 
+def model_of(settings: Settings) -> Gpt:
+    return Gpt(settings.width, 6, settings.depth, settings.length)
+
+
+def _device(job: Job, settings: Settings) -> torch.device:
+    return job.device if settings.device == "cuda" else torch.device("cpu")
+
+
 def measure(job: Job, settings: Settings) -> list[Row]:
     torch.manual_seed(1 + job.rank)
-    batch = torch.randint(256, (settings.rows, settings.length))
+    batch = torch.randint(256, (settings.rows, settings.length)).to(_device(job, settings))
     contenders = [Contender(name, settings, job) for name in (*settings.peers, *settings.strategies)]
     sent: list[int | None] = []
     for contender in contenders:
@@ -94,7 +103,7 @@ def measure(job: Job, settings: Settings) -> list[Row]:
     for number in range(settings.rounds):
         for offset in range(len(contenders)):
             index = (number + offset) % len(contenders)
-            seconds[number, index] = _turn(job, lambda index=index: contenders[index].step(batch))
+            seconds[number, index] = _turn(job, lambda index=index: contenders[index].step(batch), batch.device)
     slowest = job.all_gather(seconds).amax(dim=0)
     return [
         Row(contender=each.name, seconds=slowest[:, index].tolist(), bytes_sent=sent[index])
@@ -102,12 +111,14 @@ def measure(job: Job, settings: Settings) -> list[Row]:
     ]
 
 
-def _turn(job: Job, step: Callable[[], None]) -> float:
+def _turn(job: Job, step: Callable[[], None], device: torch.device) -> float:
     """Two steps: the second begins while the links' buckets are as the first has left them, as in training."""
     job.barrier()
     begin = time.perf_counter()
     step()
     step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return (time.perf_counter() - begin) / 2
 
 
@@ -120,7 +131,7 @@ def main(arguments: list[str]) -> None:
     rows = measure(job, settings)
     if job.rank == 0:
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        count = sum(p.numel() for p in Gpt(settings.width, 6, settings.depth, settings.length).parameters())
+        count = sum(p.numel() for p in model_of(settings).parameters())
         report = Report(settings=settings, machine=describe(), date=date, num_parameters=count, rows=rows)
         Path(arguments[1]).write_bytes(msgspec.json.encode(report))
     dist.destroy_process_group()

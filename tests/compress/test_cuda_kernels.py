@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.together import Workers
-from stretto.compress import bfloat16, int8, sign, top_k
+from stretto.compress import bfloat16, dynamic8, float16, int8, one_bit, qsgd, sign, tern_grad, top_k
 from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.codec import Codec, Compression
 from stretto.compress.demo import DeMo
@@ -87,12 +87,20 @@ WITH_KERNELS: list[Codec] = [
     Sign(), Sign(1), Sign(100), Sign(9000), Sign(vote=True),
     BFloat16(), BFloat16(stochastic=True), BFloat16().among(3),
     TopK(0.001), TopK(0.01), TopK(0.2), TopK(1.0),
+    QSGD(), QSGD(bits=2, norm="l2"), QSGD(bits=3), QSGD(bits=5, bucket=100), QSGD(bits=7, bucket=9000), QSGD(bits=8),
+    TernGrad(), TernGrad(clip=None), TernGrad(clip=None, block=None), TernGrad(clip=2.3, block=9000),
+    OneBit(), Dynamic8(), Dynamic8(100), Dynamic8(9000), Float16(), Float16().among(3),
 ]  # fmt: skip
 OTHERS: list[Codec] = [
-    Float16(), Float16().among(3), Dynamic8(), QSGD(), QSGD(bits=2, norm="l2"), TernGrad(), TernGrad(clip=None, block=None),
-    OneBit(), RandomK(0.1), RandomK(0.1, scaled=True), Threshold(0.5),
+    RandomK(0.1), RandomK(0.1, scaled=True), Threshold(0.5),
 ]  # fmt: skip
-SUMMING = (Sign, OneBit, TernGrad, QSGD)  # their scales are sums, whose last bit depends on the order
+
+
+def sums(codec: Codec) -> bool:
+    """Whether its scales are sums, whose last bit depends on the order."""
+    if isinstance(codec, TernGrad):
+        return codec.clip is not None
+    return codec.norm == "l2" if isinstance(codec, QSGD) else isinstance(codec, Sign | OneBit)
 
 
 def case(shapes: list[tuple[int, ...]], codec: Codec, make: Callable[[int], Tensor]) -> tuple[Tensor, Blocks]:
@@ -101,7 +109,7 @@ def case(shapes: list[tuple[int, ...]], codec: Codec, make: Callable[[int], Tens
 
 
 def assert_same(codec: Codec, here: Tensor, there: Tensor) -> None:
-    if isinstance(codec, SUMMING):
+    if sums(codec):
         torch.testing.assert_close(here, there.cpu(), rtol=1e-6, atol=1e-44)
     else:
         assert torch.equal(here, there.cpu())
@@ -113,7 +121,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "kernels":
         pytest.importorskip("triton")
     else:
-        for module in (bfloat16, int8, sign, top_k):
+        for module in (bfloat16, dynamic8, float16, int8, one_bit, qsgd, sign, tern_grad, top_k):
             monkeypatch.setattr(module, "has_triton", lambda: False)
     return str(request.param)
 
@@ -125,7 +133,7 @@ def compare_all(codec: Codec, shapes: list[tuple[int, ...]], make: Callable[[int
     payload, payload_on_gpu = codec.encode(values, blocks, DRAW), codec.encode(on_gpu, blocks, DRAW)
     assert torch.equal(on_gpu.cpu(), values), "encode changes nothing"
     assert payload_on_gpu.device.type == "cuda" and payload.shape == payload_on_gpu.shape
-    if not isinstance(codec, SUMMING):
+    if not sums(codec):
         assert torch.equal(payload, payload_on_gpu.cpu())
     decoded = codec.decode(payload, blocks, DRAW)
     assert_same(codec, decoded, codec.decode(payload_on_gpu, blocks, DRAW))
@@ -185,6 +193,66 @@ def refuses(codec: Codec, payload: Tensor, blocks: Blocks) -> bool:
     return False
 
 
+@pytest.mark.parametrize("codec", [OneBit(), Dynamic8(100), Dynamic8(9000)], ids=repr)
+@pytest.mark.parametrize("sizes", [(70, 3, 1000), (3, 5001)], ids=repr)  # all rows of one tile, and one of two
+def test_headers_that_no_encoder_writes_are_refused_where_a_cpu_refuses_them(
+    way: str, codec: Codec, sizes: tuple[int, ...]
+) -> None:
+    values, blocks = case([(size,) for size in sizes], codec, gaussian)
+    payload = codec.encode(values, blocks, DRAW)
+    num_refused = 0
+    for at in range(0, 4 * len(blocks) * (2 if isinstance(codec, OneBit) else 1), 4):
+        for number in (float("inf"), -float("inf"), float("nan"), 1.0, -1.0, 0.0, -1e-45):
+            damaged = payload.clone()
+            damaged[at : at + 4] = torch.tensor([number]).view(torch.uint8)
+            refused = refuses(codec, damaged, blocks)
+            assert refuses(codec, damaged.cuda(), blocks) == refused
+            num_refused += refused
+    assert num_refused >= 4 * len(blocks)
+
+
+@pytest.mark.parametrize("sizes", [(70, 3, 1000), (3, 5001)], ids=repr)
+def test_padding_of_rows_is_refused_where_it_is_not_zero(way: str, sizes: tuple[int, ...]) -> None:
+    values, blocks = case([(size,) for size in sizes], OneBit(), gaussian)
+    payload, end = OneBit().encode(values, blocks, DRAW), 8 * len(blocks)
+    for size in sizes:
+        end += (size + 7) // 8
+        damaged = payload.clone()
+        damaged[end - 1] ^= 0x80
+        assert refuses(OneBit(), damaged.cuda(), blocks) == (size % 8 != 0)
+
+
+def test_a_row_of_a_million_elements_and_one_of_three() -> None:
+    """So many pieces that their sums are not added up at once."""
+    pytest.importorskip("triton")
+    for kind in ("gaussian", "mixed"):
+        compare_all(OneBit(), [(3,), (1_100_003,)], VALUES[kind])
+
+
+def ties(n: int) -> Tensor:
+    """Numbers halfway between two codes, and 1, which makes the scale 1."""
+    return torch.tensor([1.0, *dynamic8.halfway()]).repeat(n // 256 + 1)[:n]
+
+
+@pytest.mark.parametrize("step", [-1, 0, 1])
+def test_the_nearest_code_is_found_at_and_beside_every_tie(way: str, step: int) -> None:
+    def make(n: int) -> Tensor:
+        beside = ties(n).view(torch.int32).add(step).view(torch.float32)
+        return torch.where(ties(n) == 1.0, 1.0, beside)
+
+    for codec in (Dynamic8(256), Dynamic8(), Dynamic8(5000)):
+        compare_all(codec, [(5000,), (256, 3)], make)
+        compare_all(codec, [(5000,), (256, 3)], lambda n: -make(n))
+
+
+@pytest.mark.parametrize("codec", [Float16(), Float16().among(3)], ids=repr)
+def test_every_half_and_what_lies_between_and_beside(way: str, codec: Codec) -> None:
+    halves = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
+    at = torch.cat([halves, (halves[1:] + halves[:-1]) / 2, torch.tensor([65519.0, 65520.0, 1e30])]).view(torch.int32)
+    values = torch.cat([at, at + 1, (at - 1).clamp(min=0)]).view(torch.float32)
+    compare_all(codec, [(2 * len(values),)], lambda n: torch.cat([values, -values]))
+
+
 def corner(n: int) -> Tensor:
     """Everything of importance in one place, where a sample hardly looks."""
     x = torch.zeros(n)
@@ -197,12 +265,29 @@ def steps(n: int) -> Tensor:
     return torch.floor(torch.rand(n, generator=torch.Generator().manual_seed(1)) ** 8 * 50)
 
 
+def halves(n: int) -> Tensor:
+    """As gradients of bfloat16 are: every magnitude many times."""
+    return gaussian(n).bfloat16().float()
+
+
+def pairs(n: int) -> Tensor:
+    """Every magnitude twice, so that often one of two equals is chosen: the first."""
+    return gaussian(n // 2 + 1).repeat_interleave(2)[:n] * (1 - 2 * (torch.arange(n) % 2))
+
+
+@pytest.mark.parametrize("most_listed", [1024, 4], ids=["", "short lists"])  # short: the window is narrowed until all are equal
 @pytest.mark.parametrize("fraction", [1e-6, 0.0001, 0.0005, 0.01, 0.3, 0.9])
-@pytest.mark.parametrize("make", [gaussian, mixed, corner, steps, one_hot], ids=lambda make: make.__name__)
-def test_the_largest_are_found_whatever_the_sample_says(make: Callable[[int], Tensor], fraction: float) -> None:
+@pytest.mark.parametrize("make", [gaussian, mixed, corner, steps, one_hot, halves, pairs], ids=lambda make: make.__name__)
+def test_the_largest_are_found_whatever_the_sample_says(
+    make: Callable[[int], Tensor], fraction: float, most_listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
+    from stretto.compress.kernels import top_k_cuda
+
+    assert top_k_cuda.MOST_LISTED == 1024
+    monkeypatch.setattr(top_k_cuda, "MOST_LISTED", most_listed)
     codec = TopK(fraction)
-    values, blocks = case([(2_000_003,), (30_000,), (16_384,), (16_385,)], codec, make)
+    values, blocks = case([(2_000_003,), (30_000,), (8_192,), (8_193,)], codec, make)
     expected = codec.encode(values, blocks, DRAW)
     for key in range(3):
         assert torch.equal(codec.encode(values.cuda(), blocks, Draw(shared=0xFFFFFFFF - key)).cpu(), expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -121,3 +122,65 @@ def test_what_is_not_finite_becomes_zero(bad: float) -> None:
 def test_nothing_at_all() -> None:
     for method in (orthonormalise, orthonormalise_reference):
         assert len(method(torch.zeros(0), ())) == 0
+
+
+GPU_SHAPES: dict[str, Shapes] = {
+    "nothing": (),
+    "one number": ((1, 1),),
+    "short": SHAPES,
+    "as long as a tile, and around it": ((2, 1023), (2, 1024), (3, 1025), (2, 4095), (1, 4096), (2, 4097)),
+    "small tile": ((4, 1024), (2, 64), (7, 1000), (32, 65), (1, 3), (3, 2), (4, 1)),
+    "many vectors": ((7, 64), (32, 1000), (32, 40), (33, 5)),
+    "long": ((4, 70_000), (2, 5), (1, 65_536), (2, 8193), (7, 1000)),
+    "hundreds": tuple((1 + i % 4, 1 + 37 * i % 900) for i in range(300)),
+    "more than one program takes": ((1, 1_000_000), (2, 1_100_000), (4, 768)),
+}
+
+
+def rounded(shapes: Shapes) -> Tensor:
+    """Many zeros of either sign, and vectors that depend on each other."""
+    return (0.7 * normal(shapes)).round()
+
+
+def dependent(shapes: Shapes) -> Tensor:
+    """The last vector is a multiple of the first, and the one before it is zero."""
+    flat = normal(shapes)
+    for x in cut(flat, shapes):
+        if len(x) > 2:
+            x[-2] = 0.0
+        if len(x) > 1:
+            x[-1] = 3.0 * x[0]
+    return flat
+
+
+def with_bad(bad: float, shapes: Shapes) -> Tensor:
+    flat = normal(shapes)
+    flat[len(flat) // 3 :: max(1, len(flat) // 2)] = bad
+    return flat
+
+
+GPU_VALUES: dict[str, Callable[[Shapes], Tensor]] = {
+    "normal": normal,
+    "rounded": rounded,
+    "dependent": dependent,
+    "zeros": lambda shapes: 0.0 * normal(shapes).abs(),
+    "large": lambda shapes: 1e37 * normal(shapes),
+    "denormal": lambda shapes: 1e-40 * normal(shapes),
+    "smallest": lambda shapes: 1e-45 * rounded(shapes),
+    "inf": lambda shapes: with_bad(math.inf, shapes),
+    "nan": lambda shapes: with_bad(math.nan, shapes),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", GPU_VALUES)
+@pytest.mark.parametrize("name", GPU_SHAPES)
+def test_on_a_gpu_kernel_and_reference_give_the_same_bits_as_on_a_cpu(name: str, kind: str) -> None:
+    shapes = GPU_SHAPES[name]
+    flat = GPU_VALUES[kind](shapes)
+    by_kernel, by_reference, on_cpu = flat.cuda(), flat.cuda(), flat.clone()
+    lost = orthonormalise(by_kernel, shapes).tolist()
+    assert lost == orthonormalise_reference(by_reference, shapes).tolist() == orthonormalise(on_cpu, shapes).tolist()
+    for other in (by_reference.cpu(), on_cpu):
+        assert torch.equal(by_kernel.cpu().view(torch.int32), other.view(torch.int32))

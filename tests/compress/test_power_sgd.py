@@ -13,11 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.together import Workers
+from stretto.compress import power_sgd
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
-from stretto.compress.power_sgd import Matrix, PowerSGD, first_q, multiply, multiply_reference
+from stretto.compress.power_sgd import (
+    Matrices,
+    Matrix,
+    PowerSGD,
+    first_q,
+    multiply,
+    multiply_reference,
+    times_left,
+    times_right,
+)
 from stretto.compress.rounds import Sum, Turn
 from stretto.compress.state import State
 from stretto.errors import ConfigurationError
@@ -243,18 +253,67 @@ def test_the_first_q_is_normal_and_follows_from_the_name() -> None:
 )
 def test_kernel_and_reference_give_the_same_bits(sides: list[tuple[int, int]], rank: int, seed: int) -> None:
     layout = Layout.of([(str(i), side) for i, side in enumerate(sides)])
-    matrices = [Matrix(p.name, p.start, rank, *p.shape) for p in layout.places]
+    matrices = Matrices(Matrix(p.name, p.start, rank, *p.shape) for p in layout.places)
     generator = torch.Generator().manual_seed(seed)
-    left = torch.randn(sum(rank * m.a for m in matrices), generator=generator)
-    right = torch.randn(sum(rank * m.b for m in matrices), generator=generator)
+    left = torch.randn(sum(rank * m.a for m in matrices.each), generator=generator)
+    right = torch.randn(sum(rank * m.b for m in matrices.each), generator=generator)
     by_kernel, by_reference = torch.empty(layout.num_elements), torch.empty(layout.num_elements)
     multiply(left, right, matrices, by_kernel)
     multiply_reference(left, right, matrices, by_reference)
     assert torch.equal(by_kernel, by_reference)
-    for m in matrices:
-        p = left[sum(rank * o.a for o in matrices if o.start < m.start) :][: rank * m.a].view(rank, m.a)
-        q = right[sum(rank * o.b for o in matrices if o.start < m.start) :][: rank * m.b].view(rank, m.b)
+    for m, p, q in matrices.factors(left, right):
         torch.testing.assert_close(m.of(by_kernel), p.t() @ q, rtol=1e-4, atol=1e-4)
+
+
+BLOCK = [(12, 6), (6, 6), (24, 6), (6, 24)]
+REPEATED: dict[str, tuple[list[tuple[int, int]], list[int]]] = {  # and how many matrices each product is of
+    "nothing": ([], []),
+    "one": ([(3, 4)], [1]),
+    "a transformer": ([(20, 6), (7, 6), *(3 * BLOCK), (20, 6)], [2, 1, 3, 3, 3, 3]),
+    "other distances": ([(5, 5), (5, 5), (5, 5), (2, 3), (5, 5), (4, 4), (5, 5)], [3, 2, 1, 1]),
+    "thin": ([(1, 9), (9, 1), (1, 9), (9, 1), (1, 1)], [2, 2, 1]),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_equal_matrices_at_equal_distances_are_multiplied_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(power_sgd, "has_numba", lambda: False)
+    sides, together = REPEATED[name]
+    layout = Layout.of([(str(number), side) for number, side in enumerate(sides)])
+    matrices = Matrices(Matrix(p.name, p.start, min(3, *p.shape), *p.shape) for p in layout.places)
+    assert sorted(batch.num for batch in matrices.batches) == sorted(together)
+    generator = torch.Generator().manual_seed(0)
+    lengths = (layout.num_elements, *(sum(r * n for r, n in shapes) for shapes in (matrices.lefts, matrices.rights)))
+    values, left, right = (torch.randn(1 + length, generator=generator)[1:] for length in lengths)  # not at a storage's beginning
+    new_left, new_right = torch.full_like(left, math.nan), torch.full_like(right, math.nan)
+    times_right(values, right, matrices, new_left)
+    times_left(values, left, matrices, new_right)
+    for (m, p, q), (_, new_p, new_q) in zip(matrices.factors(left, right), matrices.factors(new_left, new_right), strict=True):
+        torch.testing.assert_close(new_p, q @ m.of(values).t())
+        torch.testing.assert_close(new_q, p @ m.of(values))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_round_on_a_gpu_does_not_wait_for_it() -> None:
+    """Not in the second round: in the first what is kept is made, and kernels are compiled."""
+    layout = Layout.of([(str(number), side) for number, side in enumerate([*(3 * BLOCK), (5000, 8)])])
+    state, kept = State(layout, torch.device("cuda")), {}  # type: ignore[var-annotated]
+    for mode in ("default", "error"):
+        values = torch.randn(layout.num_elements, device="cuda")
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            steps = PowerSGD(rank=3, min_rate=0).exchange(values, Turn(layout, state, kept=kept))
+            asked = next(steps)
+            while isinstance(asked, Sum):
+                asked = steps.send(asked.tensor)
+        except StopIteration:
+            pass
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        state.commit()
+    assert values.isfinite().all()
 
 
 @pytest.mark.gpu

@@ -6,7 +6,8 @@ Little-endian; field i of a block begins at its bit i * bits, bits are counted f
 0, and a decoder takes no other. So a block's bytes do not depend on its neighbours, and payloads can be cut between blocks.
 Cost: 32 bits per float32, `bits` per value, and up to 7 bits of padding per block.
 
-What is here is plain torch and runs on every device; `kernels/bits_cpu.py` has the same in one pass.
+What is here is plain torch and runs on every device; `kernels/bits_cpu.py` and `kernels/bits_cuda.py` have the
+same in one pass.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def _widths(blocks: Blocks, bits: int) -> Tensor:
 
 def _positions(blocks: Blocks, bits: int, device: torch.device) -> Tensor:
     """For every value, the first bit of its field."""
-    widths, numbers = _widths(blocks, bits), blocks.numbers()
+    bounds, numbers = blocks.on(device)[0], blocks.numbers(device)
+    widths = (bounds.diff() * bits + 7) // 8
     starts = 8 * (widths.cumsum(0) - widths)
-    index = torch.arange(blocks.num_elements) - blocks.bounds[numbers]
-    return (starts[numbers] + index * bits).to(device)
+    index = torch.arange(blocks.num_elements, device=device) - bounds[numbers]
+    return starts[numbers] + index * bits

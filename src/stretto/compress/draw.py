@@ -62,8 +62,9 @@ class Draw:
 
     def uniform(self, blocks: Blocks, key: int, device: torch.device | None = None) -> Tensor:
         """For every element a number in [0, 1), float32. `key`: `self.own` or `self.shared`. The reference for all kernels."""
-        bases = mix_tensor(blocks.keys ^ key)
-        numbers = blocks.numbers()
-        index = torch.arange(blocks.num_elements) - blocks.bounds[numbers]
-        bits = mix_tensor(bases[numbers] + index * GOLDEN)
-        return ((bits >> 8).float() * 2.0**-24).to(device or "cpu")
+        device = device or torch.device("cpu")
+        bounds, keys = blocks.on(device)
+        numbers = blocks.numbers(device)
+        index = torch.arange(blocks.num_elements, device=device) - bounds[numbers]
+        bits = mix_tensor(mix_tensor(keys ^ key)[numbers] + index * GOLDEN)
+        return (bits >> 8).float() * 2.0**-24

@@ -20,19 +20,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_numba
+from stretto.compress.kernels.compiling import has_numba, has_triton
 from stretto.compress.layout import Blocks, Layout
 from stretto.errors import ConfigurationError, MalformedPayload
 
 ZERO = 127  # the code of 0
 FINITE = 0x7F7FFFFF  # bits of the largest finite float32
+SHIFT = 17  # a float32's bits above these name its cell: the exponent and the upper six bits of the mantissa
+LOWER = (1 << SHIFT) - 1
+NEVER = (1 << (SHIFT + 1)) - 1  # above all lower bits: a cell without a halfway number
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,17 @@ class Dynamic8(Codec):
         return 4 * len(blocks) + blocks.num_elements
 
     def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        if _has_gpu_kernel(values):
+            return _encode_on_gpu(values, blocks, residual=False)
         if _has_kernel(values):
             return self._encode_by_kernel(values, blocks, residual=False)
         return torch.cat([part.view(torch.uint8) for part in encode_in_torch(values, blocks)])
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        if _has_gpu_kernel(payload):
+            out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
+            self._decode_on_gpu(payload, blocks, out, adding=False)
+            return out
         scales, codes = self._parts(payload, blocks)
         if not _has_kernel(payload):
             return decode_in_torch(scales, codes, blocks)
@@ -71,6 +80,8 @@ class Dynamic8(Codec):
         return out
 
     def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        if _has_gpu_kernel(values):
+            return _encode_on_gpu(values, blocks, residual=True)
         if _has_kernel(values):
             return self._encode_by_kernel(values, blocks, residual=True)
         payload = self.encode(values, blocks, draw)
@@ -78,6 +89,9 @@ class Dynamic8(Codec):
         return payload
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
+        if _has_gpu_kernel(payload):
+            self._decode_on_gpu(payload, blocks, total, adding=True)
+            return
         scales, codes = self._parts(payload, blocks)
         if not _has_kernel(payload):
             total.add_(decode_in_torch(scales, codes, blocks))
@@ -88,10 +102,19 @@ class Dynamic8(Codec):
 
     def _parts(self, payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """Scales (float32) and codes (bytes)."""
-        if len(payload) != self.num_bytes(blocks):
-            raise MalformedPayload(f"{len(payload)} bytes where {self.num_bytes(blocks)} must come")
+        self._check_length(payload, blocks)
         split = 4 * len(blocks)
         return payload[:split].clone().view(torch.float32), payload[split:]  # a copy: the payload may lie at an odd address
+
+    def _check_length(self, payload: Tensor, blocks: Blocks) -> None:
+        if len(payload) != self.num_bytes(blocks):
+            raise MalformedPayload(f"{len(payload)} bytes where {self.num_bytes(blocks)} must come")
+
+    def _decode_on_gpu(self, payload: Tensor, blocks: Blocks, out: Tensor, *, adding: bool) -> None:
+        from stretto.compress.kernels import dynamic8_cuda
+
+        self._check_length(payload, blocks)
+        _refuse_if(dynamic8_cuda.decode(payload, blocks, out, adding))
 
     def _encode_by_kernel(self, values: Tensor, blocks: Blocks, *, residual: bool) -> Tensor:
         from stretto.compress.kernels import dynamic8_cpu as kernels
@@ -117,6 +140,30 @@ def halfway() -> tuple[float, ...]:
     return tuple((lower + upper) / 2 for lower, upper in zip(table()[:-1], table()[1:], strict=True))
 
 
+class Cells(NamedTuple):
+    """A magnitude from 0 to 1 lies in a cell, numbered by its bits above `SHIFT`. A cell has at most one halfway number.
+
+    `entries` (int32), from cell `first`, which has none, nor any before it, to `last`, that of 1: how many halfway numbers above
+    zero lie in the cells before, times 2^(SHIFT + 1); and the lower bits of the one in it, or `NEVER`. So one look-up and one
+    comparison find a code, where a search takes eight of each.
+    """
+
+    entries: Tensor
+    first: int
+    last: int
+
+
+@lru_cache(maxsize=1)
+def cells() -> Cells:
+    middles = torch.tensor(halfway()[ZERO:]).view(torch.int32)
+    owners = middles >> SHIFT
+    assert len(set(owners.tolist())) == len(owners), "two halfway numbers in one cell"
+    first, last = int(owners[0]) - 1, int(torch.tensor(1.0).view(torch.int32)) >> SHIFT
+    entries = torch.searchsorted(owners, torch.arange(first, last + 1, dtype=torch.int32)) << (SHIFT + 1) | NEVER
+    entries[owners - first] = torch.arange(len(owners)) << (SHIFT + 1) | (middles & LOWER)
+    return Cells(entries.to(torch.int32), first, last)
+
+
 def encode_in_torch(values: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     numbers = blocks.numbers(values.device)
     scales = torch.zeros(len(blocks), device=values.device).scatter_reduce_(0, numbers, values.abs(), "amax")
@@ -140,3 +187,13 @@ def _refuse_if(malformed: bool) -> None:
 
 def _has_kernel(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and has_numba()
+
+
+def _has_gpu_kernel(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and has_triton()
+
+
+def _encode_on_gpu(values: Tensor, blocks: Blocks, *, residual: bool) -> Tensor:
+    from stretto.compress.kernels import dynamic8_cuda
+
+    return dynamic8_cuda.encode(values, blocks, residual)

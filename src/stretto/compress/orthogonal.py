@@ -9,7 +9,7 @@ twice over, since once is not enough for vectors that are nearly dependent. A ve
 number would give a direction made of rounding errors.
 
 Cost:       about 4 r^2 n operations for r vectors of n, in cache: little beside the products with the whole matrix.
-Invariant:  a function of the bits given, the same on all machines and devices, with or without Numba. Products are rounded before
+Invariant:  a function of the bits given, the same on all machines and devices, by kernel or not. Products are rounded before
             they are added, and dot products are added in halves: x[:n/2] + x[n/2:], and again, padded with zeros to a power of
             two. Workers that start from the same sum therefore hold the same vectors, whatever instructions or number of threads
             their processors have; neither `torch.linalg.qr` nor `torch.sum` promises that.
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.compress.kernels.compiling import has_numba
+from stretto.compress.kernels.compiling import has_numba, has_triton
 
 DEPENDENT = 1e-20  # of the squared length
 
@@ -39,6 +39,10 @@ def orthonormalise(flat: Tensor, shapes: Shapes) -> Tensor:
     """
     if flat.device.type == "cpu" and has_numba():
         return _by_kernel(flat, shapes)
+    if flat.device.type == "cuda" and has_triton():
+        from stretto.compress.kernels import orthogonal_cuda
+
+        return orthogonal_cuda.orthonormalise(flat, shapes)
     return orthonormalise_reference(flat, shapes)
 
 
@@ -56,7 +60,7 @@ def orthonormalise_reference(flat: Tensor, shapes: Shapes) -> Tensor:
     lost = [torch.empty(0)] * len(views)
     for members in _alike(shapes):
         r, longest = shapes[members[0]][0], max(shapes[one][1] for one in members)
-        x = torch.zeros((len(members), r, _power_of_two(longest)), dtype=torch.float64, device=flat.device)
+        x = torch.zeros((len(members), r, power_of_two(longest)), dtype=torch.float64, device=flat.device)
         for row, one in zip(x, members, strict=True):
             row[:, : shapes[one][1]] = views[one]
         _gram_schmidt(x)
@@ -69,20 +73,18 @@ def orthonormalise_reference(flat: Tensor, shapes: Shapes) -> Tensor:
 
 def cut(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
     """Matrices that lie one after the other."""
-    start = 0
-    for r, n in shapes:
-        yield flat[start : start + r * n].view(r, n)
-        start += r * n
+    for part, shape in zip(torch.split(flat, [r * n for r, n in shapes]), shapes, strict=True):
+        yield part.view(shape)
 
 
 def _alike(shapes: Shapes) -> list[list[int]]:
     groups: dict[tuple[int, int], list[int]] = {}
     for number, (r, n) in enumerate(shapes):
-        groups.setdefault((r, _power_of_two(n)), []).append(number)
+        groups.setdefault((r, power_of_two(n)), []).append(number)
     return list(groups.values())
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 

@@ -15,7 +15,9 @@ Bits:       32 r (a + b) per matrix, in two sums; P lies on the wire as (r, a) a
 Biased: needs `ErrorFeedback`, with the residual M_w - M^: the mean over workers of the residuals, and M^, are the mean of M.
 Invariant:  where the mean of M has rank r or less, M^ is that mean. All workers get the same bits: on CPUs of any kind, with or
             without Numba; on GPUs of one kind. A worker's products do not depend on the bucket (without Numba: up to rounding).
-Memory:     4 r b bytes per matrix for Q, the same on all workers; the first Q is drawn from the parameter's name.
+Memory:     4 r b bytes per matrix for Q, the same on all workers; the first Q is drawn from the parameter's name, and kept too.
+On a GPU:   three products for each set of equal matrices at equal distances, two launches for all orthonormal vectors of a
+            bucket, and no waiting for the device.
 Small matrices, zero gradients, gradients of low rank: a vector that P has no use for becomes zero (`orthogonal.py`), and so does
             its part of Q, which would then be zero for ever: it is drawn anew.
 References: Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019. Departs from it: Q is orthonormal when it is remembered (the
@@ -26,7 +28,7 @@ References: Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019. Departs fro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,7 +41,7 @@ from stretto.compress.exchange import bytes_of_sum
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Layout, Place
 from stretto.compress.none import NoCompression
-from stretto.compress.orthogonal import cut, orthonormalise
+from stretto.compress.orthogonal import Shapes, cut, orthonormalise
 from stretto.compress.rounds import Steps, Sum, Turn
 from stretto.errors import ConfigurationError
 
@@ -57,6 +59,91 @@ class Matrix(NamedTuple):
 
     def of(self, values: Tensor) -> Tensor:
         return values[self.start : self.start + self.a * self.b].view(self.a, self.b)
+
+
+class Batch(NamedTuple):
+    """Equal matrices at equal distances, as the blocks of a transformer have them: one product for all. `starts` and `steps`: in
+    the values, in `left` and in `right`."""
+
+    num: int
+    r: int
+    a: int
+    b: int
+    starts: tuple[int, int, int]
+    steps: tuple[int, int, int]
+
+    def m(self, values: Tensor) -> Tensor:
+        return self._view(values, 0, self.a, self.b)
+
+    def p(self, left: Tensor) -> Tensor:
+        return self._view(left, 1, self.r, self.a)
+
+    def q(self, right: Tensor) -> Tensor:
+        return self._view(right, 2, self.r, self.b)
+
+    def _view(self, flat: Tensor, which: int, rows: int, columns: int) -> Tensor:
+        start = flat.storage_offset() + self.starts[which]
+        return flat.as_strided((self.num, rows, columns), (self.steps[which], columns, 1), start)
+
+
+class Matrices:
+    """Those of a bucket, in order, and what is the same in every round. `lefts`, `rights`: the shapes of every P^T and Q^T."""
+
+    def __init__(self, each: Iterable[Matrix]) -> None:
+        self.each = tuple(each)
+        self.lefts: Shapes = tuple((m.r, m.a) for m in self.each)
+        self.rights: Shapes = tuple((m.r, m.b) for m in self.each)
+        self.batches = _batches(self.each)
+        self._first: Tensor | None = None
+        self._lengths: Tensor | None = None
+
+    def first(self, device: torch.device) -> Tensor:
+        """Every first Q^T, one after the other; drawn when it is first asked for."""
+        if self._first is None:
+            self._first = torch.cat([torch.empty(0), *(first_q(m).view(-1) for m in self.each)]).to(device)
+        return self._first
+
+    def lengths(self, device: torch.device) -> Tensor:
+        """b, for every vector of every Q^T."""
+        if self._lengths is None:
+            self._lengths = torch.tensor([m.b for m in self.each for _ in range(m.r)], dtype=torch.int64).to(device)
+        return self._lengths
+
+    def factors(self, left: Tensor, right: Tensor) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
+        """Each matrix with its P^T and its Q^T."""
+        return zip(self.each, cut(left, self.lefts), cut(right, self.rights), strict=True)
+
+    def table(self) -> Any:
+        """Shapes as a kernel takes them."""
+        return torch.tensor([(m.r, m.a, m.b) for m in self.each], dtype=torch.int64).view(-1, 3).numpy()
+
+
+def _batches(each: Sequence[Matrix]) -> list[Batch]:
+    alike: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    p = q = 0
+    for m in each:
+        alike.setdefault((m.r, m.a, m.b), []).append((m.start, p, q))
+        p, q = p + m.r * m.a, q + m.r * m.b
+    return [
+        Batch(len(run), r, a, b, run[0], _step(run[0], run[1]) if len(run) > 1 else (a * b, r * a, r * b))
+        for (r, a, b), starts in alike.items()
+        for run in _evenly_spaced(starts)
+    ]
+
+
+def _evenly_spaced(starts: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    runs = [starts[:1]]
+    for start in starts[1:]:
+        run = runs[-1]
+        if len(run) == 1 or _step(run[-1], start) == _step(run[0], run[1]):
+            run.append(start)
+        else:
+            runs.append([start])
+    return runs
+
+
+def _step(one: tuple[int, int, int], other: tuple[int, int, int]) -> tuple[int, int, int]:
+    return other[0] - one[0], other[1] - one[1], other[2] - one[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +174,10 @@ class PowerSGD(Compression):
     def exchange(self, values: Tensor, turn: Turn) -> Steps:
         matrices = self._matrices_of(turn)
         right = _remembered(matrices, turn)
-        left = torch.empty(sum(m.r * m.a for m in matrices), device=values.device)
+        left = torch.empty(sum(r * a for r, a in matrices.lefts), device=values.device)
         times_right(values, right, matrices, left)
         left = yield Sum(left)
-        orthonormalise(left, tuple((m.r, m.a) for m in matrices))
+        orthonormalise(left, matrices.lefts)
         times_left(values, left, matrices, right)
         right = yield Sum(right.mul_(1.0 / turn.world_size))
         multiply(left, right, matrices, values)
@@ -100,17 +187,17 @@ class PowerSGD(Compression):
         if world_size == 1:
             return 0
         matrices = self._matrices(layout)
-        lengths = sum(m.r * m.a for m in matrices), sum(m.r * m.b for m in matrices)
+        lengths = (sum(r * n for r, n in shapes) for shapes in (matrices.lefts, matrices.rights))
         return sum(bytes_of_sum(length, 4, rank, world_size, algorithm) for length in lengths)
 
-    def _matrices_of(self, turn: Turn) -> list[Matrix]:
+    def _matrices_of(self, turn: Turn) -> Matrices:
         if self not in turn.kept:
             turn.kept[self] = self._matrices(turn.layout)
         return turn.kept[self]  # type: ignore[no-any-return]
 
-    def _matrices(self, layout: Layout) -> list[Matrix]:
+    def _matrices(self, layout: Layout) -> Matrices:
         sides = [(place, *_sides(place)) for place in layout.places if place.size]
-        return [Matrix(place.name, place.start, min(self.rank, a, b), a, b) for place, a, b in sides]
+        return Matrices(Matrix(place.name, place.start, min(self.rank, a, b), a, b) for place, a, b in sides)
 
 
 def _sides(place: Place) -> tuple[int, int]:
@@ -118,28 +205,26 @@ def _sides(place: Place) -> tuple[int, int]:
     return rows, place.size // max(1, rows)
 
 
-def _factors(matrices: list[Matrix], left: Tensor, right: Tensor) -> Sequence[tuple[Matrix, Tensor, Tensor]]:
-    """Each matrix with its P^T and its Q^T."""
-    ps, qs = cut(left, [(m.r, m.a) for m in matrices]), cut(right, [(m.r, m.b) for m in matrices])
-    return list(zip(matrices, ps, qs, strict=True))
-
-
-def _remembered(matrices: list[Matrix], turn: Turn) -> Tensor:
+def _remembered(matrices: Matrices, turn: Turn) -> Tensor:
     """All Q^T, one after the other, to be overwritten."""
-    parts = [torch.empty(0, device=turn.state.device)]
-    for m in matrices:
-        q = turn.state.shared.get(Q, m.name)
-        usable = q is not None and q.shape == (m.r, m.b)  # not after a checkpoint of another rank
-        parts.append((q if q is not None and usable else first_q(m).to(turn.state.device)).reshape(-1))
-    return torch.cat(parts)
+    device = turn.state.device
+    parts = [turn.state.shared.get(Q, m.name) for m in matrices.each]
+    if not all(map(_is_usable, parts, matrices.rights)):
+        first = cut(matrices.first(device), matrices.rights)
+        parts = [q if _is_usable(q, (m.r, m.b)) else new for q, m, new in zip(parts, matrices.each, first, strict=True)]
+    return torch.cat([torch.empty(0, device=device), *(q.reshape(-1) for q in parts if q is not None)])
 
 
-def _remember(right: Tensor, matrices: list[Matrix], turn: Turn) -> None:
-    lost = orthonormalise(right, tuple((m.r, m.b) for m in matrices)).cpu()
-    gone = torch.split(lost, [m.r for m in matrices])
-    for m, q, which in zip(matrices, cut(right, [(m.r, m.b) for m in matrices]), gone, strict=True):
-        if which.any():
-            q[which.to(q.device)] = first_q(m)[which].to(q.device)
+def _is_usable(q: Tensor | None, shape: tuple[int, int]) -> bool:
+    return q is not None and q.shape == shape  # not after a checkpoint of another rank
+
+
+def _remember(right: Tensor, matrices: Matrices, turn: Turn) -> None:
+    lost = orthonormalise(right, matrices.rights)
+    if right.device.type != "cpu" or bool(lost.any()):  # to ask a GPU would be to wait for it
+        spread = torch.repeat_interleave(lost, matrices.lengths(right.device), output_size=len(right))
+        torch.where(spread, matrices.first(right.device), right, out=right)
+    for m, q in zip(matrices.each, cut(right, matrices.rights), strict=True):
         turn.state.shared.set_next(Q, m.name, q)
 
 
@@ -151,44 +236,44 @@ def first_q(m: Matrix) -> Tensor:
     return torch.cat((radius * angle.cos(), radius * angle.sin()))[: m.r * m.b].float().view(m.r, m.b)
 
 
-def times_right(values: Tensor, right: Tensor, matrices: list[Matrix], left: Tensor) -> None:
+def times_right(values: Tensor, right: Tensor, matrices: Matrices, left: Tensor) -> None:
     """Every M Q into `left`."""
     if _has_kernels(values):
         from stretto.compress.kernels import low_rank_cpu
 
-        low_rank_cpu.times_right(values.numpy(), right.numpy(), _table(matrices), left.numpy())
+        low_rank_cpu.times_right(values.numpy(), right.numpy(), matrices.table(), left.numpy())
         return
-    for m, p, q in _factors(matrices, left, right):
-        torch.mm(q, m.of(values).t(), out=p)
+    for batch in matrices.batches:
+        torch.bmm(batch.q(right), batch.m(values).mT, out=batch.p(left))
 
 
-def times_left(values: Tensor, left: Tensor, matrices: list[Matrix], right: Tensor) -> None:
+def times_left(values: Tensor, left: Tensor, matrices: Matrices, right: Tensor) -> None:
     """Every M^T P into `right`."""
     if _has_kernels(values):
         from stretto.compress.kernels import low_rank_cpu
 
-        low_rank_cpu.times_left(values.numpy(), left.numpy(), _table(matrices), right.numpy())
+        low_rank_cpu.times_left(values.numpy(), left.numpy(), matrices.table(), right.numpy())
         return
-    for m, p, q in _factors(matrices, left, right):
-        torch.mm(p, m.of(values), out=q)
+    for batch in matrices.batches:
+        torch.bmm(batch.p(left), batch.m(values), out=batch.q(right))
 
 
-def multiply(left: Tensor, right: Tensor, matrices: list[Matrix], out: Tensor) -> None:
+def multiply(left: Tensor, right: Tensor, matrices: Matrices, out: Tensor) -> None:
     """Every P Q^T into `out`. On a CPU with the same bits whatever its instructions are, which a BLAS does not promise."""
     if _has_kernels(out):
         from stretto.compress.kernels import low_rank_cpu
 
-        low_rank_cpu.multiply(left.numpy(), right.numpy(), _table(matrices), out.numpy())
+        low_rank_cpu.multiply(left.numpy(), right.numpy(), matrices.table(), out.numpy())
     elif out.device.type == "cpu":
         multiply_reference(left, right, matrices, out)
     else:
-        for m, p, q in _factors(matrices, left, right):
-            torch.mm(p.t(), q, out=m.of(out))
+        for batch in matrices.batches:
+            torch.bmm(batch.p(left).mT, batch.q(right), out=batch.m(out))
 
 
-def multiply_reference(left: Tensor, right: Tensor, matrices: list[Matrix], out: Tensor) -> None:
+def multiply_reference(left: Tensor, right: Tensor, matrices: Matrices, out: Tensor) -> None:
     """Products are rounded before they are added, from the left."""
-    for m, p, q in _factors(matrices, left, right):
+    for m, p, q in matrices.factors(left, right):
         whole = m.of(out)
         torch.mul(p[0][:, None], q[0], out=whole)
         for k in range(1, m.r):
@@ -197,8 +282,3 @@ def multiply_reference(left: Tensor, right: Tensor, matrices: list[Matrix], out:
 
 def _has_kernels(values: Tensor) -> bool:
     return values.device.type == "cpu" and has_numba()
-
-
-def _table(matrices: list[Matrix]) -> Any:
-    """Shapes as a kernel takes them."""
-    return torch.tensor([(m.r, m.a, m.b) for m in matrices], dtype=torch.int64).view(-1, 3).numpy()

@@ -134,13 +134,14 @@ def grid(lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def places_reference(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> Tensor:
-    numbers = torch.repeat_interleave(torch.arange(len(blocks)), counts)
-    steps = GOLDEN * torch.arange(1, ROUNDS + 2)
-    keys = mix_tensor(mix_tensor(blocks.keys ^ draw.shared)[:, None] + steps)[numbers].to(device)
-    lengths, starts = blocks.lengths[numbers].to(device), blocks.bounds[numbers].to(device)
+    (bounds, block_keys), first = blocks.on(device), (counts.cumsum(0) - counts).to(device)
+    blocks_of = torch.arange(len(blocks), device=device)
+    numbers = torch.repeat_interleave(blocks_of, counts.to(device), output_size=int(counts.sum()))
+    steps = GOLDEN * torch.arange(1, ROUNDS + 2, device=device)
+    keys = mix_tensor(mix_tensor(block_keys ^ draw.shared)[:, None] + steps)[numbers]
+    lengths, starts = bounds.diff()[numbers], bounds[numbers]
     rows, columns = grid(lengths)
-    first = (counts.cumsum(0) - counts)[numbers]
-    at = permuted((torch.arange(len(numbers)) - first).to(device), rows, columns, keys)
+    at = permuted(torch.arange(len(numbers), device=device) - first[numbers], rows, columns, keys)
     while bool((outside := at >= lengths).any()):
         at[outside] = permuted(at[outside], rows[outside], columns[outside], keys[outside])
     at += ((keys[:, ROUNDS] >> 1) * lengths) >> 31

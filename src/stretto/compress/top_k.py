@@ -80,9 +80,9 @@ class TopK(Codec):
         sparse_format.add(sparse_format.read(payload, self.form(blocks)), total)
 
     def _add_on_gpu(self, payload: Tensor, blocks: Blocks, total: Tensor) -> Tensor:
-        from stretto.compress.kernels import top_k_cuda
+        from stretto.compress.kernels import sparse_cuda
 
-        top_k_cuda.add_decoded(payload, blocks, self.fraction, total)
+        sparse_cuda.add_decoded(payload, blocks, self.fraction, total)
         return total
 
 

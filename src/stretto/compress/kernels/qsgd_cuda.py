@@ -1,0 +1,134 @@
+"""QSGD on a GPU: a bucket is a row of a program's tile, read once for its norm and its levels; those longer than a tile twice.
+
+The same bytes as the reference, but for the last bit of an l2 norm where two orders of adding in float64 round to different
+float32 (and then the few levels that hang on it). Quotients come from a division that rounds correctly (Triton's `/` may not),
+and products are rounded before anything is added to them (`enable_fp_fusion=False`).
+"""
+
+# What Triton compiles has no types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.compress import bits as packing
+from stretto.compress.kernels.bits_cuda import (
+    blank,
+    check_length,
+    field_at,
+    largest_of,
+    measure,
+    pack,
+    place,
+    plan_of,
+    problem_of_rows,
+    squares_of,
+)
+from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
+from stretto.compress.kernels.flag_cuda import new_flag, wait_for
+from stretto.compress.kernels.int8_cuda import extent, word_at
+from stretto.compress.layout import Blocks
+
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+ULP = tl.constexpr(2.0**-24)
+BAD_FIELD = tl.constexpr(packing.BAD_FIELD)
+
+
+def encode(values: Tensor, blocks: Blocks, key: int, bits: int, l2: bool, residual: bool) -> Tensor:
+    """With `residual`, `values` becomes what was not said."""
+    plan = plan_of(blocks, bits, values.device)
+    payload, norms = blank(plan, values.device)
+    if not plan.num_blocks:
+        return payload
+    if not plan.whole:
+        largest, squares = measure(values, plan, squares=l2)
+        norms.copy_(squares.sqrt().clamp(max=LARGEST.value) if l2 else largest)
+    _encode[plan.grid](
+        values, payload, norms, *plan.columns, plan.keys, plan.num_blocks, as_argument(key),
+        BITS=bits, LEVELS=_levels(bits), L2=l2, RESIDUAL=residual, **plan.shape, enable_fp_fusion=False,
+    )  # fmt: skip
+    return payload
+
+
+def decode(payload: Tensor, blocks: Blocks, bits: int, out: Tensor, adding: bool) -> int:
+    """Write to `out`, or add to it. What `bits.check` takes. Waits for the device."""
+    plan = plan_of(blocks, bits, out.device)
+    check_length(payload, plan)
+    if not plan.num_blocks:
+        return packing.FINE
+    problem = new_flag(out.device)
+    _decode[plan.grid](
+        payload, out, problem, *plan.columns, plan.num_blocks,
+        BITS=bits, LEVELS=_levels(bits), ADDING=adding, **plan.shape, enable_fp_fusion=False,
+    )  # fmt: skip
+    return wait_for(problem, out.device)
+
+
+def _levels(bits: int) -> float:
+    return float(2 ** (bits - 1) - 1)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "key"])
+def _encode(
+    values, payload, norms, bounds, packed_bounds, owners, numbers, keys, num_blocks, key,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, L2: tl.constexpr, RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PACKED_STEP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    rows, first = place(owners, numbers, WHOLE, ROWS, TILE)
+    starts, lengths = extent(bounds, rows, num_blocks, STEP)
+    first_bytes, widths = extent(packed_bounds, rows, num_blocks, PACKED_STEP)
+    base = base_of(tl.load(keys + rows, mask=rows < num_blocks, other=0), key)
+    at, index = values + starts[:, None], first + tl.arange(0, TILE)[None, :]
+    x = tl.load(at + index, mask=index < lengths[:, None], other=0.0)
+    if WHOLE:
+        norm = tl.minimum(tl.sqrt(squares_of(x)), LARGEST).to(tl.float32) if L2 else largest_of(x)
+        tl.store(norms + rows, norm, mask=rows < num_blocks)
+    else:
+        norm = tl.load(norms + rows)
+    field = _field(x, norm[:, None], base[:, None], index, LEVELS)  # 0 behind the end of a bucket, where x is 0
+    pack(payload + 4 * num_blocks + first_bytes[:, None], field, first, widths[:, None], BITS, ROWS, TILE)
+    if RESIDUAL:
+        tl.store(at + index, x - _value(field, norm[:, None], LEVELS), mask=index < lengths[:, None])
+
+
+@triton.jit
+def _field(x, norm, base, index, LEVELS: tl.constexpr):
+    exact = tl.div_rn(tl.abs(x), tl.broadcast_to(tl.where(norm > 0, norm, 1.0), x.shape)) * LEVELS
+    down = tl.floor(exact)
+    uniform = (bits_of(base, index) >> 8).to(tl.int32).to(tl.float32) * ULP
+    level = down.to(tl.int32) + (uniform < exact - down).to(tl.int32)
+    return 2 * level + ((x < 0) & (level > 0)).to(tl.int32)
+
+
+@triton.jit
+def _value(field, norm, LEVELS: tl.constexpr):
+    """norm * (level / levels), each rounded as in `qsgd.py`."""
+    level = (field >> 1).to(tl.float32)
+    size = norm * tl.div_rn(level, tl.full(level.shape, LEVELS, tl.float32))
+    return tl.where((field & 1) != 0, -size, size)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _decode(
+    payload, out, problem, bounds, packed_bounds, owners, numbers, num_blocks,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, ADDING: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PACKED_STEP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    rows, first = place(owners, numbers, WHOLE, ROWS, TILE)
+    starts, lengths = extent(bounds, rows, num_blocks, STEP)
+    first_bytes, widths = extent(packed_bounds, rows, num_blocks, PACKED_STEP)
+    norm = word_at(payload, rows, rows < num_blocks).to(tl.float32, bitcast=True)
+    packed, at, index = payload + 4 * num_blocks + first_bytes, out + starts[:, None], first + tl.arange(0, TILE)[None, :]
+    inside = index < lengths[:, None]
+    field = field_at(packed[:, None], index, inside, BITS)
+    x = _value(field, norm[:, None], LEVELS)
+    if ADDING:
+        x += tl.load(at + index, mask=inside)
+    tl.store(at + index, x, mask=inside)
+    bad = tl.max(tl.max(tl.where(field == 1, BAD_FIELD, 0), 1), 0)
+    worst = tl.maximum(bad, problem_of_rows(packed, lengths, widths, norm, BITS))
+    tl.store(problem, worst, mask=worst > 0)
