@@ -35,9 +35,14 @@ from stretto.bench.table_text import seconds, spread
 from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
+from stretto.compress.dynamic8 import Dynamic8
+from stretto.compress.float16 import Float16
 from stretto.compress.int8 import Int8
 from stretto.compress.layout import Layout
+from stretto.compress.one_bit import OneBit
+from stretto.compress.qsgd import QSGD
 from stretto.compress.sign import Sign
+from stretto.compress.tern_grad import TernGrad
 from stretto.compress.top_k import TopK
 
 LEAST_ROUNDS = 7
@@ -46,8 +51,10 @@ HELD_ELEMENTS = 1 << 28  # copied twice ahead of a call: about a millisecond
 RESULTS = Path(__file__).parent / "results"
 QUICK_RESULTS = Path("build/benchmarks")
 CODECS: tuple[Codec, ...] = (
-    Int8(), Int8(stochastic=True), Sign(), BFloat16(), BFloat16(stochastic=True), TopK(0.001), TopK(0.01), TopK(0.1)
+    Int8(), Int8(stochastic=True), Sign(), BFloat16(), BFloat16(stochastic=True), TopK(0.001), TopK(0.01), TopK(0.1),
+    Float16(), Dynamic8(), QSGD(), TernGrad(), OneBit(),
 )  # fmt: skip
+CLAIMED = (Int8, Sign, BFloat16, TopK)  # the others stand beside them
 COPY_SHARE = 0.75  # of a copy's rate, at least: Int8, Sign and BFloat16, encoding and decoding
 COPY_TIMES = 3.0  # a copy's time so often, at most: TopK, encoding
 Call = Callable[[], object]
@@ -175,8 +182,11 @@ def median(contender: Contender) -> float:
 def claims(report: Report) -> list[str]:
     copy = statistics.median(report.copy_seconds)
     lines = ["| values | codec | claim | target | measured | verdict |", "|---|---|---|---|---|---|"]
+    claimed = tuple(codec.__name__ for codec in CLAIMED)
     for row in report.rows:
         share = copy / statistics.median(row.seconds)
+        if not row.codec.startswith(claimed):
+            continue
         if row.codec.startswith("TopK") and row.what == "encode":
             shown = ("x a copy's time, at most", f"{COPY_TIMES:.2f}", f"{1 / share:.2f}", judge(report, 1 / share <= COPY_TIMES))
         elif not row.codec.startswith("TopK") and row.what in ("encode", "decode"):

@@ -1,4 +1,4 @@
-"""Fields of 2 to 8 bits on a GPU, inside other kernels: the layout of `bits.py`, packed and unpacked in registers.
+"""Fields of 1 to 8 bits on a GPU, inside other kernels: the layout of `bits.py`, packed and unpacked in registers.
 
     values of a tile:   f0 f1 f2 f3 f4 f5 f6 f7 | f8 ...          eight fields make exactly `bits` bytes
     bytes:              b0 ... b(bits-1)        | b(bits) ...
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import bits as packing
-from stretto.compress.kernels.cut_cuda import ELEMENTS, VECTOR, cut_of, pieces_of
+from stretto.compress.kernels.cut_cuda import LONGEST, VECTOR, cut_of, pieces_of
 from stretto.compress.kernels.int8_cuda import extent
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
@@ -57,16 +57,16 @@ def plan_of(blocks: Blocks, bits: int, device: torch.device) -> Plan:
         torch.cumsum((blocks.lengths * bits + 7) // 8, 0, out=packed_bounds[1:])
         step, whole = 1 if bool((packed_bounds % VECTOR).any()) else VECTOR, cut.shape["WHOLE"]
         in_tiles = blocks.lengths[:0] if whole else blocks.lengths
-        owners, firsts = pieces_of(in_tiles, ELEMENTS, device).columns
+        owners, firsts = pieces_of(in_tiles, LONGEST, device).columns
         cut.made["plan", bits] = Plan(
-            columns=(cut.bounds, packed_bounds.to(device), owners, (firsts // ELEMENTS).to(torch.int32)),
+            columns=(cut.bounds, packed_bounds.to(device), owners, (firsts // LONGEST).to(torch.int32)),
             keys=cut.keys,
             num_blocks=len(blocks),
             num_packed=int(packed_bounds[-1]),
             grid=cut.grid if whole else (len(owners),),
             shape={**cut.shape, "PACKED_STEP": step},
             whole=whole,
-            counts=((in_tiles + ELEMENTS - 1) // ELEMENTS).to(device),
+            counts=((in_tiles + LONGEST - 1) // LONGEST).to(device),
         )
     plan: Plan = cut.made["plan", bits]
     return plan

@@ -17,8 +17,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stretto.compress.layout import Blocks
 
-ELEMENTS = 4096  # of a program's tile: enough loads under way at a time, and few enough registers
-TILES = (16, 64, 256, 1024, ELEMENTS)  # few lengths, as kernels are compiled for each
+LONGEST = 4096  # elements of a program's row: longer blocks are taken tile by tile
+TILES = (16, 64, 256, 512, 1024, LONGEST)  # few lengths, as kernels are compiled for each
+PER_WARP = 512  # elements. One warp for as many rows as that is: then rows are added up without waiting for other warps
 VECTOR = 4  # elements that one thread moves at a time, where they begin at a multiple of it
 
 
@@ -34,7 +35,7 @@ class Cut:
     num_elements: int
     num_blocks: int
     grid: tuple[int]  # of kernels that take rows
-    shape: dict[str, Any]  # of their tiles
+    shape: dict[str, Any]  # of their tiles, and how many warps take one
     step: int
     made: dict[Any, Any] = field(default_factory=dict)  # what kernels add, by a key of their own
 
@@ -64,8 +65,8 @@ def cut_of(blocks: Blocks, device: torch.device) -> Cut:
 
 def _cut(blocks: Blocks, device: torch.device) -> Cut:
     widths, longest = (blocks.lengths + 7) // 8, max(blocks.lengths.tolist(), default=0)
-    tile = next((tile for tile in TILES if tile >= longest), ELEMENTS)
-    rows, step = ELEMENTS // tile, 1 if bool((blocks.bounds % VECTOR).any()) else VECTOR
+    tile = next((tile for tile in TILES if tile >= longest), LONGEST)
+    rows, step = max(1, PER_WARP // tile), 1 if bool((blocks.bounds % VECTOR).any()) else VECTOR
     return Cut(
         *blocks.on(device),
         byte_starts=(widths.cumsum(0) - widths).to(device),
@@ -73,7 +74,7 @@ def _cut(blocks: Blocks, device: torch.device) -> Cut:
         num_elements=blocks.num_elements,
         num_blocks=len(blocks),
         grid=(-(-len(blocks) // rows),),
-        shape={"ROWS": rows, "TILE": tile, "STEP": step, "WHOLE": longest <= tile},
+        shape={"ROWS": rows, "TILE": tile, "STEP": step, "WHOLE": longest <= tile, "num_warps": rows * tile // PER_WARP},
         step=step,
     )
 

@@ -20,27 +20,14 @@ Codes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Bounds = NDArray[np.int64]
 
-SHIFT = 17
-LOWER = np.uint32((1 << SHIFT) - 1)
-NEVER = (1 << (SHIFT + 1)) - 1  # above all lower bits: a cell without a halfway number
+SHIFT, LOWER, NEVER = dynamic8.SHIFT, np.uint32(dynamic8.LOWER), dynamic8.NEVER
 MAGNITUDE, FINITE = np.uint32(0x7FFFFFFF), np.uint32(dynamic8.FINITE)
 ZERO = np.uint8(dynamic8.ZERO)
 
 VALUES = np.array(dynamic8.table(), np.float32)
 
 
-def _cells() -> tuple[NDArray[np.uint32], int]:
-    """The entries, and the number of the first cell: one below the first halfway number."""
-    middles = np.array(dynamic8.halfway()[dynamic8.ZERO :], np.float32).view(np.uint32).astype(np.int64)
-    cells = middles >> SHIFT
-    assert len(np.unique(cells)) == len(cells), "two halfway numbers in one cell"
-    first, last = cells[0] - 1, int(np.float32(1).view(np.uint32)) >> SHIFT
-    entries = np.searchsorted(cells, np.arange(first, last + 1)) << (SHIFT + 1) | NEVER
-    entries[cells - first] = np.arange(len(cells)) << (SHIFT + 1) | (middles & LOWER)
-    return entries.astype(np.uint32), int(first)
-
-
-ENTRIES, FIRST_CELL = _cells()
+ENTRIES, FIRST_CELL = dynamic8.cells().entries.numpy().view(np.uint32), dynamic8.cells().first
 FIRST, LAST = np.int32(FIRST_CELL), np.int32(FIRST_CELL + len(ENTRIES) - 1)
 
 

@@ -32,7 +32,7 @@ MAGNITUDE, FINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(dynamic8.FINITE)
 SHIFT, LOWER, NEVER = tl.constexpr(dynamic8.SHIFT), tl.constexpr(dynamic8.LOWER), tl.constexpr(dynamic8.NEVER)
 FIRST, LAST = tl.constexpr(dynamic8.cells().first), tl.constexpr(dynamic8.cells().last)
 ZERO = tl.constexpr(dynamic8.ZERO)
-EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}  # with fewer, few programs fit into a processor
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 class Tables(NamedTuple):

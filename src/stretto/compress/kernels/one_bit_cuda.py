@@ -28,7 +28,6 @@ from stretto.compress.kernels.int8_cuda import word_at
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
 
-NUM_WARPS = 8  # float64 takes twice the registers: with fewer threads few programs fit into a processor
 AT_A_TIME = 256  # sums of pieces that are added up at a time
 
 
@@ -70,7 +69,7 @@ def _pieces(blocks: Blocks, cut: Cut) -> Pieces:
         ((widths.cumsum(0) - widths)[owners] + firsts // 8).to(device),
         heads.to(torch.int32).to(device),
         grid=(-(-len(owners) // cut.shape["ROWS"]),),
-        shape={name: cut.shape[name] for name in ("ROWS", "TILE", "STEP")},
+        shape={name: cut.shape[name] for name in ("ROWS", "TILE", "STEP", "num_warps")},
     )
 
 
@@ -85,7 +84,7 @@ def encode(values: Tensor, blocks: Blocks, residual: bool) -> Tensor:
     tallies = means if whole else torch.empty(3 * num_pieces, dtype=torch.float64, device=values.device)
     _encode[pieces.grid](
         values, payload, tallies, *pieces.columns, num_pieces, len(blocks), WHOLE=whole, RESIDUAL=residual and whole,
-        num_warps=NUM_WARPS, **pieces.shape,
+        **pieces.shape,
     )  # fmt: skip
     if not whole:
         _add_up[(len(blocks),)](tallies, means, cut.bounds, pieces.heads, AT_A_TIME=AT_A_TIME, num_warps=1)

@@ -106,9 +106,15 @@ def _field(x, norm, base, index, LEVELS: tl.constexpr):
 
 @triton.jit
 def _value(field, norm, LEVELS: tl.constexpr):
-    """norm * (level / levels), each rounded as in `qsgd.py`."""
+    """norm * (level / levels), each rounded as in `qsgd.py`.
+
+    A quotient that may be off by a bit, corrected by what it leaves over: exact for all levels, faster than `div_rn`.
+    """
     level = (field >> 1).to(tl.float32)
-    size = norm * tl.div_rn(level, tl.full(level.shape, LEVELS, tl.float32))
+    levels, inverse = tl.full(level.shape, LEVELS, tl.float32), tl.full(level.shape, 1.0 / LEVELS, tl.float32)
+    quotient = level * inverse
+    quotient = tl.fma(tl.fma(-quotient, levels, level), inverse, quotient)
+    size = norm * quotient
     return tl.where((field & 1) != 0, -size, size)
 
 
