@@ -13,6 +13,7 @@ from torch import Tensor
 from stretto.compress.kernels.cut_cuda import Pieces, cut_of, pieces_of
 from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 
 TILE = 4096
@@ -51,7 +52,7 @@ def decode(halves: Tensor, out: Tensor, adding: bool) -> bool:
     return bool(wait_for(problem, out.device))
 
 
-@triton.jit(do_not_specialize=["limit", "n"])
+@kernel("limit", "n")
 def _encode(values, halves, n, limit, RESIDUAL: tl.constexpr, TILE: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
     at = first + tl.arange(0, TILE)
@@ -77,7 +78,7 @@ def _put(values, halves, at, mask, x, magnitude, RESIDUAL: tl.constexpr):
         tl.store(values + at, x - (half << 16).to(tl.float32, bitcast=True), mask=mask)
 
 
-@triton.jit(do_not_specialize=["key", "limit"])
+@kernel("key", "limit")
 def _encode_stochastic(values, halves, bounds, keys, owners, firsts, key, limit, RESIDUAL: tl.constexpr, TILE: tl.constexpr):
     block = tl.load(owners + tl.program_id(0))
     start, stop = tl.load(bounds + block), tl.load(bounds + block + 1)
@@ -89,7 +90,7 @@ def _encode_stochastic(values, halves, bounds, keys, owners, firsts, key, limit,
     _put(values, halves, at, mask, x, magnitude + drawn.to(tl.int32), RESIDUAL)
 
 
-@triton.jit(do_not_specialize=["n"])
+@kernel("n")
 def _decode(halves, out, problem, n, ADDING: tl.constexpr, TILE: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
     at = first + tl.arange(0, TILE)

@@ -27,6 +27,7 @@ from torch import Tensor
 from stretto.compress import bits as packing
 from stretto.compress.kernels.cut_cuda import LONGEST, VECTOR, cut_of, pieces_of
 from stretto.compress.kernels.int8_cuda import extent
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
 
@@ -99,7 +100,7 @@ def measure(values: Tensor, plan: Plan, squares: bool) -> tuple[Tensor, Tensor]:
     )
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@kernel("num_blocks")
 def _measure(
     values, bounds, owners, numbers, largest, total, num_blocks, SQUARES: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr
 ):

@@ -26,6 +26,7 @@ from stretto.compress import dynamic8
 from stretto.compress.kernels.cut_cuda import cut_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 
 MAGNITUDE, FINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(dynamic8.FINITE)
@@ -69,7 +70,7 @@ def decode(payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> bool:
     return bool(wait_for(problem, out.device))
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@kernel("num_blocks")
 def _encode(
     values, payload, scales, bounds, entries, table, num_blocks, RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
@@ -114,7 +115,7 @@ def _code_of(entries, quotient):
     return tl.where(bits < 0, ZERO - tl.minimum(steps, ZERO), ZERO + steps)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@kernel("num_blocks")
 def _decode(
     payload, bounds, table, out, problem, num_blocks, ADDING: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,

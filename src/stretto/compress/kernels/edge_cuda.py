@@ -29,6 +29,7 @@ from torch import Tensor
 
 from stretto.compress.kernels.draw_cuda import as_argument, bits_of
 from stretto.compress.kernels.spans_cuda import MAGNITUDE, NUM_WARPS, SPAN, Spans, magnitudes_at
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 
 SAMPLE = 8192
@@ -110,7 +111,7 @@ def windows_of(values: Tensor, search: Search, key: int) -> Windows:
     return Windows(state, rest)
 
 
-@triton.jit(do_not_specialize=["key"])
+@kernel("key")
 def _guess(values, bounds, ranks, key, state, SAMPLE: tl.constexpr):
     block = tl.program_id(0)
     start = tl.load(bounds + block)
@@ -144,7 +145,7 @@ def _put(state, block, low, high, still_open):
     tl.store(state + 4 * block + OPEN, still_open)
 
 
-@triton.jit(do_not_specialize=["num_spans"])
+@kernel("num_spans")
 def _count(
     values, owners, begins, ends, state, bin_rows, bins, tallies, left, num_spans, AGAIN: tl.constexpr, SPAN: tl.constexpr
 ):
@@ -170,7 +171,7 @@ def _count_span(values, owners, begins, ends, state, bin_rows, bins, tallies, nu
     tl.atomic_add(row + ((magnitude - (low + 1)) >> shift), 1, mask=between, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_spans"])
+@kernel("num_spans")
 def _narrow(state, rest, counts, bin_rows, bins, tallies, span_bounds, left, num_spans, MOST_INSIDE: tl.constexpr):
     """`left`: becomes 1 if a block needs another pass."""
     block = tl.program_id(0)

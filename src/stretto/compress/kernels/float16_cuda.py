@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
+from stretto.compress.kernels.starting_cuda import kernel
 
 TILE = 4096
 MAGNITUDE, INFINITE = tl.constexpr(0x7FFF), tl.constexpr(0x7C00)
@@ -37,7 +38,7 @@ def decode(halves: Tensor, out: Tensor, adding: bool) -> bool:
     return bool(wait_for(problem, out.device))
 
 
-@triton.jit(do_not_specialize=["n"])
+@kernel("n")
 def _encode(values, halves, n, limit, RESIDUAL: tl.constexpr, TILE: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
     at = first + tl.arange(0, TILE)
@@ -56,7 +57,7 @@ def _encode_at(values, halves, at, mask, limit, RESIDUAL: tl.constexpr):
         tl.store(values + at, x - half.to(tl.float32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["n"])
+@kernel("n")
 def _decode(halves, out, problem, n, ADDING: tl.constexpr, TILE: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
     at = first + tl.arange(0, TILE)

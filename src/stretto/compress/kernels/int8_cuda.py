@@ -19,6 +19,7 @@ from stretto.compress import int8
 from stretto.compress.kernels.cut_cuda import Cut, cut_of
 from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
 
@@ -59,7 +60,7 @@ def _decoded(payload: Tensor, cut: Cut, out: Tensor, *, adding: bool) -> int:
     return wait_for(problem, out.device)
 
 
-@triton.jit(do_not_specialize=["key", "num_blocks"])
+@kernel("key", "num_blocks")
 def _encode(
     values, payload, scales, bounds, keys, num_blocks, key,
     STOCHASTIC: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -130,7 +131,7 @@ def word_at(payload, index, mask):
     return word
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@kernel("num_blocks")
 def _decode(
     payload, bounds, out, problem, num_blocks, ADDING: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,

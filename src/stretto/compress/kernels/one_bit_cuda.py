@@ -25,6 +25,7 @@ from stretto.compress.kernels.bits_cuda import BAD_PADDING, BAD_SCALE, field_at,
 from stretto.compress.kernels.cut_cuda import Cut, cut_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import word_at
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
 
@@ -115,7 +116,7 @@ def _extent(begins, sizes, pieces, num_pieces, STEP: tl.constexpr):
     return begin, tl.multiple_of(tl.load(sizes + pieces, mask=present, other=0), STEP)
 
 
-@triton.jit(do_not_specialize=["num_pieces", "num_rows"])
+@kernel("num_pieces", "num_rows")
 def _encode(
     values, payload, tallies, begins, sizes, byte_begins, num_pieces, num_rows, WHOLE: tl.constexpr, RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
@@ -149,7 +150,7 @@ def _mean(total, count):
     return (total / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
 
 
-@triton.jit
+@kernel()
 def _add_up(tallies, means, bounds, heads, AT_A_TIME: tl.constexpr):
     row = tl.program_id(0)
     head, tail = tl.load(heads + row), tl.load(heads + row + 1)
@@ -164,7 +165,7 @@ def _add_up(tallies, means, bounds, heads, AT_A_TIME: tl.constexpr):
     tl.store(means + 2 * row + 1, _mean(above, length.to(tl.float64) - num_below))
 
 
-@triton.jit(do_not_specialize=["num_pieces"])
+@kernel("num_pieces")
 def _subtract(values, means, begins, sizes, owners, num_pieces, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr):
     pieces = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = pieces < num_pieces
@@ -177,7 +178,7 @@ def _subtract(values, means, begins, sizes, owners, num_pieces, ROWS: tl.constex
     tl.store(at, x - tl.where(x < 0, below[:, None], above[:, None]), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_pieces", "num_rows"])
+@kernel("num_pieces", "num_rows")
 def _decode(
     payload, out, problem, begins, sizes, byte_begins, owners, num_pieces, num_rows, ADDING: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,

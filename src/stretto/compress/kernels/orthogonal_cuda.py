@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import orthogonal
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.orthogonal import Shapes, power_of_two
 
 DEPENDENT = tl.constexpr(orthogonal.DEPENDENT)
@@ -83,7 +84,7 @@ def orthonormalise(flat: Tensor, shapes: Shapes) -> Tensor:
     return lost
 
 
-@triton.jit
+@kernel()
 def _orthonormalise(
     flat, table, scratch, lost,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LOG_ROWS: tl.constexpr, LOG_COLUMNS: tl.constexpr,

@@ -31,6 +31,7 @@ from stretto.compress.kernels.bits_cuda import (
 from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -72,7 +73,7 @@ def _levels(bits: int) -> float:
     return float(2 ** (bits - 1) - 1)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "key"])
+@kernel("num_blocks", "key")
 def _encode(
     values, payload, norms, bounds, packed_bounds, owners, numbers, keys, num_blocks, key,
     BITS: tl.constexpr, LEVELS: tl.constexpr, L2: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -118,7 +119,7 @@ def _value(field, norm, LEVELS: tl.constexpr):
     return tl.where((field & 1) != 0, -size, size)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@kernel("num_blocks")
 def _decode(
     payload, out, problem, bounds, packed_bounds, owners, numbers, num_blocks,
     BITS: tl.constexpr, LEVELS: tl.constexpr, ADDING: tl.constexpr,

@@ -17,6 +17,7 @@ from stretto.compress import bits
 from stretto.compress.kernels.cut_cuda import cut_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
 
@@ -49,7 +50,7 @@ def decode(payload: Tensor, blocks: Blocks, scaled: bool, out: Tensor, adding: b
     return wait_for(problem, out.device)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@kernel("num_blocks")
 def _encode(
     values, payload, scales, bounds, byte_starts, num_blocks, SCALED: tl.constexpr, RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
@@ -95,7 +96,7 @@ def _subtract(at, x, inside, scale):
     tl.store(at, x - tl.where(x >= 0, scale, -scale), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@kernel("num_blocks")
 def _decode(
     payload, bounds, byte_starts, out, problem, num_blocks, SCALED: tl.constexpr, ADDING: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,

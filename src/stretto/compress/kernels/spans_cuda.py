@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 
 SPAN = 2048
@@ -97,7 +98,7 @@ def sums_of(tallies: Tensor) -> Tensor:
     return sums
 
 
-@triton.jit(do_not_specialize=["num"])
+@kernel("num")
 def _add_up(tallies, sums, num, ADDED: tl.constexpr, WIDTH: tl.constexpr):
     """A program writes ADDED of the sums, and adds up all before them by itself: less work than it is to wait for each other."""
     first = tl.program_id(1) * ADDED

@@ -15,6 +15,7 @@ from stretto.compress.kernels.cut_cuda import Pieces, cut_of, pieces_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import word_at
 from stretto.compress.kernels.spans_cuda import MAGNITUDE, SPAN, lowest_one, num_ones, sums_of
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.kernels.top_k_cuda import Plan, plan_of
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
@@ -76,7 +77,7 @@ def _add(out, word, mask):
     tl.store(out, tl.load(out, mask=mask) + word.to(tl.float32, bitcast=True), mask=mask)
 
 
-@triton.jit
+@kernel()
 def _read_lists(
     words, out, bounds, owners, firsts, counts, list_numbers, index_starts, value_starts, problem,
     PIECE: tl.constexpr, ALIGNED: tl.constexpr,
@@ -106,14 +107,14 @@ def _bytes_of(payload, owners, begins, ends, heads, list_numbers, bitmap_starts,
     return tl.load(payload + at, mask=wanted, other=0).to(tl.int32)
 
 
-@triton.jit
+@kernel()
 def _count_ones(payload, owners, begins, ends, heads, list_numbers, bitmap_starts, ones, SPAN: tl.constexpr):
     span, row = tl.program_id(0), tl.arange(0, SPAN // 8)
     eights = _bytes_of(payload, owners, begins, ends, heads, list_numbers, bitmap_starts, span, row, SPAN)
     tl.store(ones + span, tl.sum(num_ones(eights), 0))
 
 
-@triton.jit
+@kernel()
 def _read_bitmaps(
     payload, words, out, owners, begins, ends, heads, list_numbers, bitmap_starts, tails, sums, counts, value_starts, problem,
     SPAN: tl.constexpr, ALIGNED: tl.constexpr,

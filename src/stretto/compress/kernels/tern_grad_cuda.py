@@ -34,6 +34,7 @@ from stretto.compress.kernels.bits_cuda import (
 from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 
 ULP = tl.constexpr(2.0**-24)
@@ -75,7 +76,7 @@ def decode(payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> int:
     return wait_for(problem, out.device)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "key"])
+@kernel("num_blocks", "key")
 def _encode(
     values, payload, scales, bounds, packed_bounds, owners, numbers, keys, num_blocks, key,
     CLIP: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -114,7 +115,7 @@ def _value(code, scale):
     return tl.where(code == PLUS, scale, tl.where(code == MINUS, -scale, 0.0))
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@kernel("num_blocks")
 def _decode(
     payload, out, problem, bounds, packed_bounds, owners, numbers, num_blocks, ADDING: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PACKED_STEP: tl.constexpr, WHOLE: tl.constexpr,

@@ -37,6 +37,7 @@ from stretto.compress.kernels.spans_cuda import (
     num_ones,
     sums_of,
 )
+from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 from stretto.compress.sparse_format import Form
 
@@ -124,7 +125,7 @@ def _marked(values: Tensor, plan: Plan, windows: Windows) -> tuple[Tensor, Tenso
     return marks, tallies
 
 
-@triton.jit(do_not_specialize=["num_spans", "num_blocks"])
+@kernel("num_spans", "num_blocks")
 def _mark(
     values, owners, begins, ends, state, marks, tallies, lengths, some, num_spans, num_blocks,
     SPAN: tl.constexpr, STEP: tl.constexpr,
@@ -143,7 +144,7 @@ def _mark(
         tl.store(some + tl.atomic_add(lengths + num_blocks, 1, sem="relaxed"), span)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@kernel("num_blocks")
 def _list(
     values, owners, begins, ends, state, some, lengths, listed, places, list_rows, num_blocks,
     MOST: tl.constexpr, SPAN: tl.constexpr,
@@ -161,7 +162,7 @@ def _list(
         tl.store(places + at, span.to(tl.int64) * SPAN + tl.arange(0, SPAN), mask=fits)
 
 
-@triton.jit
+@kernel()
 def _settle(state, rest, marks, tallies, lengths, listed, places, list_rows, MOST: tl.constexpr, SPAN: tl.constexpr):
     """Take their marks from those in a list that are not among the k largest. `marks`: as words of 32."""
     block = tl.program_id(0)
@@ -190,7 +191,7 @@ def _settle(state, rest, marks, tallies, lengths, listed, places, list_rows, MOS
         tl.atomic_add(tallies + place // SPAN, -1, mask=lost)
 
 
-@triton.jit(do_not_specialize=["num_spans"])
+@kernel("num_spans")
 def _write(
     values, payload, words, owners, begins, ends, heads, tails, state, sums, marks, counts, list_numbers, index_starts,
     value_starts, bitmap_starts, num_spans, RESIDUAL: tl.constexpr, BITMAPS: tl.constexpr, SPAN: tl.constexpr,
