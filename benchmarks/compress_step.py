@@ -178,11 +178,11 @@ def main(arguments: list[str]) -> None:
     if options.device == "cuda":
         settings = msgspec.structs.replace(settings, device="cuda", rows=options.rows or 4, length=256, width=768, depth=8)
     links: list[tuple[str, float | None]] = [(rate, None) for rate in options.rate or ()]
+    folder = options.output or (QUICK_RESULTS if options.quick else RESULTS)
     reports = []
     for rate, rho in links or ((rate_for(rho, settings), rho) for rho in options.rho):
         reports.append(run(msgspec.structs.replace(settings, rate=rate, rho=rho)))
-    folder = options.output or (QUICK_RESULTS if options.quick else RESULTS)
-    write(reports, folder, " ".join(["python benchmarks/compress_step.py", *arguments]))
+        write(reports, folder, " ".join(["python benchmarks/compress_step.py", *arguments]))  # each rate's as soon as it is there
 
 
 if __name__ == "__main__":
