@@ -126,7 +126,7 @@ def as_markdown(reports: list[Report], command: str) -> str:
     first, machine = reports[0], reports[0].machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     on_gpu = first.settings.device == "cuda"
-    gpu, shared = (f", {machine.gpu}", "which share a GPU") if on_gpu else ("", "one thread each")
+    gpu, shared = (f", {machine.gpu}", "on the GPUs of one machine") if on_gpu else ("", "one thread each")
     schedule = SCHEDULES[first.settings.device]
     lines = [
         "# Training step with compressed gradients",
@@ -163,13 +163,14 @@ def write(reports: list[Report], folder: Path, command: str) -> None:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Time training steps with compressed gradients on slow lab links.")
-    parser.add_argument("--rho", type=float, nargs="*", default=[10.0, 1.0], help="communication over computation, of DDP (10 1)")
+    links = parser.add_mutually_exclusive_group()
+    links.add_argument("--rho", type=float, nargs="+", default=[10.0, 1.0], help="communication over computation, of DDP (10 1)")
+    links.add_argument("--rate", nargs="+", help="of the links, instead of rho: 1gbit")
     parser.add_argument("--codecs", default=",".join(CODECS), help=f"of {','.join(CODECS)}".replace("%", "%%"))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rows", type=int, help="of each worker's batch (16; on a GPU 4, of 256 bytes)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the hosts share the GPUs that there are")
-    parser.add_argument("--rate", nargs="*", help="of the links, instead of rho: 1gbit")
-    parser.add_argument("--quick", action="store_true", help="2 rounds, three codecs; written to build/benchmarks")
+    parser.add_argument("--quick", action="store_true", help="2 rounds, two codecs; written to build/benchmarks")
     parser.add_argument("--output", type=Path, help="folder for the two files (benchmarks/results)")
     options = parser.parse_args(arguments)
     names = ["Int8", "EF Sign"] if options.quick else options.codecs.split(",")
@@ -177,10 +178,10 @@ def main(arguments: list[str]) -> None:
     settings = Settings(strategies=chosen, rounds=rounds, rows=options.rows or 16)
     if options.device == "cuda":
         settings = msgspec.structs.replace(settings, device="cuda", rows=options.rows or 4, length=256, width=768, depth=8)
-    links: list[tuple[str, float | None]] = [(rate, None) for rate in options.rate or ()]
+    rates: list[tuple[str, float | None]] = [(rate, None) for rate in options.rate or ()]
     folder = options.output or (QUICK_RESULTS if options.quick else RESULTS)
     reports = []
-    for rate, rho in links or ((rate_for(rho, settings), rho) for rho in options.rho):
+    for rate, rho in rates or ((rate_for(rho, settings), rho) for rho in options.rho):
         reports.append(run(msgspec.structs.replace(settings, rate=rate, rho=rho)))
         write(reports, folder, " ".join(["python benchmarks/compress_step.py", *arguments]))  # each rate's as soon as it is there
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -293,12 +296,78 @@ def test_the_largest_are_found_whatever_the_sample_says(
         assert torch.equal(codec.encode(values.cuda(), blocks, Draw(shared=0xFFFFFFFF - key)).cpu(), expected)
 
 
+@pytest.mark.parametrize("fraction", [0.001, 0.1], ids=["listed", "bitmapped"])
+@pytest.mark.parametrize("make", [gaussian, halves], ids=lambda make: make.__name__)
+def test_the_largest_of_so_many_that_programs_take_several_spans(make: Callable[[int], Tensor], fraction: float) -> None:
+    pytest.importorskip("triton")
+    codec = TopK(fraction)
+    values, blocks = case([(9_000_001,), (70_000,)], codec, make)
+    expected = codec.encode(values, blocks, DRAW)
+    on_gpu = values.cuda()
+    payload = codec.encode_residual(on_gpu, blocks, DRAW)
+    assert torch.equal(payload.cpu(), expected)
+    assert torch.equal(codec.decode(payload, blocks, DRAW).cpu() + on_gpu.cpu(), values)
+
+
+@pytest.mark.parametrize("fraction", [0.0001, 0.01, 0.5])
+def test_the_largest_are_found_among_any_bits(fraction: float) -> None:
+    """Infinities and all kinds of NaN included: nobody should send them, and nothing may be written where it does not belong."""
+    pytest.importorskip("triton")
+    bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(2)).to(torch.int32)
+    bits[::1000] |= 0x7FFFFFF0
+    codec, values = TopK(fraction), bits.view(torch.float32)
+    blocks = codec.blocks(Layout.of([("a", (30_000,)), ("b", (70_000,))]))
+    ours = codec.encode(values.cuda(), blocks, DRAW).cpu()
+    assert torch.equal(ours, codec.encode(values, blocks, DRAW))
+
+
+@pytest.mark.parametrize("codec", WITH_KERNELS, ids=repr)
+def test_values_that_begin_anywhere(codec: Codec) -> None:
+    """After a call with values that begin at a multiple of 16 bytes, for which another variant of a kernel was compiled."""
+    values, blocks = case([(64, 64), (4096,)], codec, gaussian)
+    for first in (0, 1, 0, 2):
+        memory = torch.empty(len(values) + 4, device="cuda")
+        on_gpu = memory[first : first + len(values)].copy_(values)
+        payload = codec.encode(on_gpu, blocks, DRAW)
+        decoded = codec.decode(payload, blocks, DRAW)
+        assert_same(codec, codec.decode(codec.encode(values, blocks, DRAW), blocks, DRAW), decoded)
+        codec.add_decoded(payload, blocks, DRAW, on_gpu)
+        assert torch.equal(on_gpu.cpu(), values + decoded.cpu())
+
+
+@pytest.mark.parametrize("codec", WITH_KERNELS, ids=repr)
+def test_what_was_worked_out_for_blocks_goes_with_them(codec: Codec) -> None:
+    values, blocks = case([(20_000,), (5,)], codec, gaussian)
+    codec.decode(codec.encode(values.cuda(), blocks, DRAW), blocks, DRAW)
+    bounds = weakref.ref(blocks.bounds)
+    del blocks
+    gc.collect()
+    assert bounds() is None
+
+
+def test_two_threads_share_blocks_and_kernels() -> None:
+    codecs: list[Codec] = [TopK(0.01), Int8(), Sign(), QSGD()]
+    cases = [case([(300_000,), (5,)], codec, gaussian) for codec in codecs]
+    expected = [codec.encode(values.cuda(), blocks, DRAW).cpu() for codec, (values, blocks) in zip(codecs, cases, strict=True)]
+
+    def encoded(_: int) -> list[Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            rounds = [[codec.encode(v.cuda(), b, DRAW) for codec, (v, b) in zip(codecs, cases, strict=True)] for _ in range(20)]
+            torch.cuda.current_stream().synchronize()
+        return [payload.cpu() for payload in rounds[-1]]
+
+    with ThreadPoolExecutor(4) as threads:
+        for payloads in threads.map(encoded, range(4)):
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(payloads, expected, strict=True))
+
+
 class GpuWorkers(Workers):
     def __init__(self, compression: Compression, named: list[tuple[str, tuple[int, ...]]], size: int) -> None:
         super().__init__(compression, named, size)
         self.states = [State(self.layout, torch.device("cuda")) for _ in range(size)]
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "compression",
     [
@@ -307,11 +376,11 @@ class GpuWorkers(Workers):
     ],
     ids=repr,
 )  # fmt: skip
-def test_three_rounds_of_two_workers_end_as_on_a_cpu(compression: Compression) -> None:
+def test_three_rounds_end_as_on_a_cpu(compression: Compression, size: int) -> None:
     named = [("w", (40, 30)), ("b", (40,)), ("s", ())]
-    here, there = Workers(compression, named, 2), GpuWorkers(compression, named, 2)
+    here, there = Workers(compression, named, size), GpuWorkers(compression, named, size)
     for number in range(3):
-        gradients = [gaussian(1241 + 10 * number + rank)[:1241] for rank in range(2)]
+        gradients = [gaussian(1241 + 10 * number + rank)[:1241] for rank in range(size)]
         expected = here.round(gradients)
         for mine, other in zip(there.round([gradient.cuda() for gradient in gradients]), expected, strict=True):
             torch.testing.assert_close(mine.cpu(), other, rtol=1e-4, atol=1e-5)

@@ -95,6 +95,16 @@ def test_the_table_is_that_of_the_paper() -> None:
         np.testing.assert_allclose(decade, (edges[:-1] + edges[1:]) / 2 * 10.0 ** (e - 6), rtol=1e-12)
 
 
+def test_the_cells_do_not_depend_on_the_default_type() -> None:
+    expected, default = dynamic8.cells(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        cells = dynamic8.cells.__wrapped__()
+    finally:
+        torch.set_default_dtype(default)
+    assert torch.equal(cells.entries, expected.entries) and cells.first == expected.first and cells.last == expected.last
+
+
 @codecs
 @pytest.mark.parametrize("name", vectors(7))
 def test_the_kernel_writes_and_reads_what_the_reference_does(codec: Dynamic8, name: str) -> None:

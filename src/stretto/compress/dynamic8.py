@@ -35,6 +35,7 @@ ZERO = 127  # the code of 0
 FINITE = 0x7F7FFFFF  # bits of the largest finite float32
 SHIFT = 17  # a float32's bits above these name its cell: the exponent and the upper six bits of the mantissa
 LOWER = (1 << SHIFT) - 1
+ONE = 0x3F800000  # the bits of 1.0
 NEVER = (1 << (SHIFT + 1)) - 1  # above all lower bits: a cell without a halfway number
 
 
@@ -155,12 +156,12 @@ class Cells(NamedTuple):
 
 @lru_cache(maxsize=1)
 def cells() -> Cells:
-    middles = torch.tensor(halfway()[ZERO:]).view(torch.int32)
+    middles = torch.tensor(halfway()[ZERO:], dtype=torch.float32, device="cpu").view(torch.int32)
     owners = middles >> SHIFT
     assert len(set(owners.tolist())) == len(owners), "two halfway numbers in one cell"
-    first, last = int(owners[0]) - 1, int(torch.tensor(1.0).view(torch.int32)) >> SHIFT
-    entries = torch.searchsorted(owners, torch.arange(first, last + 1, dtype=torch.int32)) << (SHIFT + 1) | NEVER
-    entries[owners - first] = torch.arange(len(owners)) << (SHIFT + 1) | (middles & LOWER)
+    first, last = int(owners[0]) - 1, ONE >> SHIFT
+    entries = torch.searchsorted(owners, torch.arange(first, last + 1, dtype=torch.int32, device="cpu")) << (SHIFT + 1) | NEVER
+    entries[owners - first] = torch.arange(len(owners), device="cpu") << (SHIFT + 1) | (middles & LOWER)
     return Cells(entries.to(torch.int32), first, last)
 
 
@@ -169,7 +170,7 @@ def encode_in_torch(values: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     scales = torch.zeros(len(blocks), device=values.device).scatter_reduce_(0, numbers, values.abs(), "amax")
     # Divided, not multiplied by a reciprocal: of a scale below 2^-128 that is infinite.
     quotients = values / torch.where(scales > 0, scales, 1.0)[numbers]
-    codes = torch.searchsorted(torch.tensor(halfway(), device=values.device), quotients)
+    codes = torch.searchsorted(torch.tensor(halfway(), dtype=torch.float32, device=values.device), quotients)
     return scales, codes.to(torch.uint8)
 
 
@@ -177,7 +178,7 @@ def decode_in_torch(scales: Tensor, codes: Tensor, blocks: Blocks) -> Tensor:
     spread = scales[blocks.numbers(codes.device)]
     bits = scales.view(torch.int32)
     _refuse_if(bool(((bits < 0) | (bits > FINITE)).any()) or bool(((spread == 0) & (codes != ZERO)).any()))
-    return torch.tensor(table(), device=codes.device)[codes.long()] * spread
+    return torch.tensor(table(), dtype=torch.float32, device=codes.device)[codes.long()] * spread
 
 
 def _refuse_if(malformed: bool) -> None:

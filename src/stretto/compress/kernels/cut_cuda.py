@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stretto.compress.layout import Blocks
+from stretto.errors import ConfigurationError
 
 LONGEST = 4096  # elements of a program's row: longer blocks are taken tile by tile
 TILES = (16, 64, 256, 512, 1024, LONGEST)  # few lengths, as kernels are compiled for each
@@ -65,6 +66,11 @@ def cut_of(blocks: Blocks, device: torch.device) -> Cut:
 
 def _cut(blocks: Blocks, device: torch.device) -> Cut:
     widths, longest = (blocks.lengths + 7) // 8, max(blocks.lengths.tolist(), default=0)
+    if longest >= 2**31:
+        raise ConfigurationError(
+            f"{longest} elements in one block on a GPU: kernels there count them in 32 bits.\n"
+            f'Choose another codec for this tensor: compress=ByParameter(("its name", BFloat16()), ("*", ...)).'
+        )
     tile = next((tile for tile in TILES if tile >= longest), LONGEST)
     rows, step = max(1, PER_WARP // tile), 1 if bool((blocks.bounds % VECTOR).any()) else VECTOR
     return Cut(

@@ -45,7 +45,7 @@ class Tables(NamedTuple):
 
 @lru_cache(maxsize=64)
 def tables_on(device: torch.device) -> Tables:
-    return Tables(dynamic8.cells().entries.to(device), torch.tensor(dynamic8.table()).to(device))
+    return Tables(dynamic8.cells().entries.to(device), torch.tensor(dynamic8.table(), dtype=torch.float32, device=device))
 
 
 def encode(values: Tensor, blocks: Blocks, residual: bool) -> Tensor:

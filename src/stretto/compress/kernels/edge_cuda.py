@@ -184,7 +184,7 @@ def _narrow(state, rest, counts, bin_rows, bins, tallies, span_bounds, left, num
         row = bins + tl.load(bin_rows + block).to(tl.int64) * NUM_BINS
         number, before, inside, between = _reached(row, reach_high, k)
         bottom = low + 1 + (number << shift)
-        top = tl.minimum(bottom + (1 << shift) - 1, high - 1)
+        top = bottom + tl.minimum((1 << shift) - 1, high - 1 - bottom)  # a NaN may be so large that the sum of two is negative
         if above >= k:  # the sample misled
             bottom, top, inside = high + 1, MAGNITUDE + 0, k * 0 + MOST_INSIDE + 1
         elif reach_high >= k:

@@ -1,4 +1,4 @@
-"""Halves on a GPU: one pass each. The same bytes as `float16.encode_in_torch`.
+"""Halves on a GPU: one pass each. The same bytes as `float16.encode_in_torch`, of finite values.
 
 Magnitudes come down to the limit first and are rounded after, which is the same: the limit is a half, and rounding keeps order.
 The device converts by itself, to the nearest half with ties to even, those below 2^-14 included.

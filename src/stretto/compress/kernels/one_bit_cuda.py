@@ -33,7 +33,7 @@ AT_A_TIME = 256  # sums of pieces that are added up at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class RowPieces:
     """One number per piece, in the device's memory; `heads` has one per row, and one more. `shape`: of a program's tile."""
 
     owners: Tensor  # its row (int32)
@@ -49,21 +49,21 @@ class Pieces:
         return self.begins, self.sizes, self.byte_begins
 
 
-def pieces_of(blocks: Blocks, cut: Cut) -> Pieces:
+def row_pieces_of(blocks: Blocks, cut: Cut) -> RowPieces:
     """Made once for each cut."""
     if "pieces of rows" not in cut.made:
         cut.made["pieces of rows"] = _pieces(blocks, cut)
-    pieces: Pieces = cut.made["pieces of rows"]
+    pieces: RowPieces = cut.made["pieces of rows"]
     return pieces
 
 
-def _pieces(blocks: Blocks, cut: Cut) -> Pieces:
+def _pieces(blocks: Blocks, cut: Cut) -> RowPieces:
     tile, device = cut.shape["TILE"], cut.bounds.device
     counts, widths = (blocks.lengths + tile - 1) // tile, (blocks.lengths + 7) // 8
     heads = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     owners = torch.repeat_interleave(torch.arange(len(blocks)), counts)
     firsts = (torch.arange(len(owners)) - heads[owners]) * tile
-    return Pieces(
+    return RowPieces(
         owners.to(torch.int32).to(device),
         (blocks.bounds[owners] + firsts).to(device),
         (blocks.lengths[owners] - firsts).clamp(max=tile).to(torch.int32).to(device),
@@ -80,7 +80,7 @@ def encode(values: Tensor, blocks: Blocks, residual: bool) -> Tensor:
     payload = torch.empty(header + cut.num_packed, dtype=torch.uint8, device=values.device)
     if not len(blocks):
         return payload
-    pieces, means, whole = pieces_of(blocks, cut), payload[:header].view(torch.float32), cut.shape["WHOLE"]
+    pieces, means, whole = row_pieces_of(blocks, cut), payload[:header].view(torch.float32), cut.shape["WHOLE"]
     num_pieces = len(pieces.owners)
     tallies = means if whole else torch.empty(3 * num_pieces, dtype=torch.float64, device=values.device)
     _encode[pieces.grid](
@@ -101,7 +101,7 @@ def decode(payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> int:
         raise MalformedPayload(f"{len(payload)} bytes came where {8 * len(blocks) + cut.num_packed} must")
     if not len(blocks):
         return bits.FINE
-    pieces, problem = pieces_of(blocks, cut), new_flag(out.device)
+    pieces, problem = row_pieces_of(blocks, cut), new_flag(out.device)
     _decode[pieces.grid](
         payload, out, problem, *pieces.columns, pieces.owners, len(pieces.owners), len(blocks), ADDING=adding, **pieces.shape
     )

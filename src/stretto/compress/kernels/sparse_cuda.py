@@ -11,16 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import sparse_format
-from stretto.compress.kernels.cut_cuda import Pieces, cut_of, pieces_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import word_at
 from stretto.compress.kernels.spans_cuda import MAGNITUDE, SPAN, lowest_one, num_ones, sums_of
 from stretto.compress.kernels.starting_cuda import kernel
-from stretto.compress.kernels.top_k_cuda import Plan, plan_of
+from stretto.compress.kernels.top_k_cuda import INDICES, Plan, plan_of
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
 
-PIECE = 4096  # of what is chosen, for one program
 INFINITE = tl.constexpr(0x7F800000)
 BAD_COUNT, BAD_INDEX, BAD_PADDING = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # places in sparse_format.PROBLEMS
 BAD_BITMAP, NOT_FINITE = tl.constexpr(4), tl.constexpr(5)
@@ -29,31 +27,22 @@ BAD_BITMAP, NOT_FINITE = tl.constexpr(4), tl.constexpr(5)
 def add_decoded(payload: Tensor, blocks: Blocks, fraction: float, total: Tensor) -> None:
     """Add the chosen elements to `total`, which is of no use if the payload is refused. Waits for the device."""
     plan = plan_of(fraction, blocks, total.device)
-    if len(payload) != plan.form.num_bytes:
-        raise MalformedPayload(f"{len(payload)} bytes, not {plan.form.num_bytes}")
-    problem = _added(payload, plan, _pieces(plan, fraction, total.device), total) if len(blocks) else 0
+    if len(payload) != plan.num_bytes:
+        raise MalformedPayload(f"{len(payload)} bytes, not {plan.num_bytes}")
+    problem = _added(payload, plan, total) if len(blocks) else 0
     if problem:
         raise MalformedPayload(sparse_format.PROBLEMS[problem - 1])
 
 
-def _pieces(plan: Plan, fraction: float, device: torch.device) -> Pieces:
-    """Of the indices in lists. Made once."""
-    made = cut_of(plan.form.blocks, device).made
-    if ("indices", fraction) not in made:
-        made["indices", fraction] = pieces_of(plan.form.counts * ~plan.form.bitmapped, PIECE, device)
-    pieces: Pieces = made["indices", fraction]
-    return pieces
-
-
-def _added(payload: Tensor, plan: Plan, indices: Pieces, out: Tensor) -> int:
+def _added(payload: Tensor, plan: Plan, out: Tensor) -> int:
     """0, or 1 + a place in `sparse_format.PROBLEMS`."""
-    problem, spans, counts = new_flag(out.device), plan.spans, plan.search.counts
+    problem, spans, indices, counts = new_flag(out.device), plan.spans, plan.indices, plan.search.counts
     aligned = payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0
     words = payload[: len(payload) // 4 * 4].view(torch.int32) if aligned else payload
     if len(indices.owners):
         _read_lists[(len(indices.owners),)](
             words, out, plan.search.bounds, *indices.columns, counts, plan.list_numbers, plan.index_starts, plan.value_starts,
-            problem, PIECE=PIECE, ALIGNED=aligned,
+            problem, PIECE=INDICES, ALIGNED=aligned,
         )  # fmt: skip
     if plan.any_bitmapped:
         bitmaps = (*spans.columns, spans.heads, plan.list_numbers, plan.bitmap_starts)

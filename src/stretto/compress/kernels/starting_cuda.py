@@ -1,13 +1,15 @@
-"""Starting kernels that Triton has compiled, in a quarter of the time that Triton takes for it.
+"""Starting kernels that Triton has compiled, faster than Triton does.
 
 At every call Triton works out anew which of its compiled variants fits the arguments, and whether anything that a kernel refers
-to has changed: some 50 microseconds, in which a large GPU decodes 100 MB. A variant depends on little: the constants; of a
-tensor, its type and whether it begins at a multiple of 16 bytes; of a number, whether it fits into 32 bits (`numbers` are not
-looked at otherwise). So it is kept under these, and started as Triton's own tutorials start what they have compiled themselves.
+to has changed. A call of a codec that starts one kernel took the host 65 microseconds so, and takes 42 with what is here (4 MB,
+H200). A variant for CUDA depends on little: the constants; of a tensor, its type and whether it begins at a multiple of 16 bytes;
+of a number, whether it fits into 32 bits (`numbers` are not looked at otherwise). So it is kept under these, and started as
+Triton's own tutorials start what they have compiled themselves. For other GPUs it depends on more, and Triton finds it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +29,7 @@ class Kernel:
         self._function, self._numbers = triton.jit(function, do_not_specialize=numbers), numbers
         self._variants: dict[tuple[Any, ...], tuple[CompiledKernel, list[Any]]] = {}
         self._device = torch.cuda.current_device if torch.cuda.is_available() else int  # none: Triton's interpreter
+        self._compiling = threading.Lock()
 
     def __getitem__(self, grid: Grid) -> Callable[..., None]:
         return partial(self._start, grid)
@@ -44,8 +47,9 @@ class Kernel:
         """And start it."""
         for name, argument in zip(self._function.arg_names, arguments, strict=False):
             assert name in self._numbers or not isinstance(argument, int), f"{name}: Triton would compile for some of its values"
-        variant = self._function[grid](*arguments, **constants)
-        if isinstance(variant, CompiledKernel):  # the interpreter has none
+        with self._compiling:  # Triton itself fails if two threads start a new variant at once
+            variant = self._function[grid](*arguments, **constants)
+        if isinstance(variant, CompiledKernel) and not torch.version.hip:  # the interpreter has none
             names = self._function.arg_names[len(arguments) :]
             self._variants[key] = variant, [constants[name] for name in names]
 
@@ -53,7 +57,7 @@ class Kernel:
 def _kind(argument: Tensor | float) -> Any:
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
-    return -(2**31) <= argument < 2**31
+    return type(argument), -(2**31) <= argument < 2**31
 
 
 def kernel(*numbers: str) -> Callable[[Callable[..., None]], Kernel]:

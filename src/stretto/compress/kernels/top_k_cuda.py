@@ -8,7 +8,9 @@
     4. sums of the counts say where a span writes what it has marked. Where all of the window are equal, the first are taken until
        there are k
 
-Memory while it runs: 28 KiB for each block longer than 8192, and less than two bits per value for marks and counts.
+Memory while it runs: 28 KiB for each block longer than 8192, and for every span (2048 elements of a block, the last perhaps
+fewer) 256 bytes of marks and 28 of counts: less than two bits per value of long blocks. A plan, kept from round to round, has 24
+bytes for every span, and for those of long blocks 24 more.
 """
 
 # What Triton compiles has no types.
@@ -24,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import sparse_format
-from stretto.compress.kernels.cut_cuda import cut_of
+from stretto.compress.kernels.cut_cuda import Pieces, cut_of, pieces_of
 from stretto.compress.kernels.edge_cuda import FEW_PROGRAMS, HIGH, LOW, Search, Windows, windows_of
 from stretto.compress.kernels.spans_cuda import (
     MAGNITUDE,
@@ -41,14 +43,19 @@ from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 from stretto.compress.sparse_format import Form
 
+INDICES = 4096  # of a list, for one program that reads it
 MOST_LISTED = 1024  # elements in a window whose ends differ
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What does not depend on the values, for one cut and fraction. Tensors have one number per block, in the device's memory."""
+    """What does not depend on the values, for one cut and fraction. Tensors have one number per block, in the device's memory.
 
-    form: Form
+    It must not refer to its `Blocks`: plans are kept for as long as these live.
+    """
+
+    num_bytes: int  # of a payload
+    num_word_bytes: int  # of these, in front: counts, indices and values
     search: Search
     spans: Spans  # of all blocks
     step: int  # divides all bounds
@@ -57,6 +64,7 @@ class Plan:
     value_starts: Tensor
     bitmap_starts: Tensor  # in bytes of the payload
     any_bitmapped: bool
+    indices: Pieces  # of the lists
 
 
 def plan_of(fraction: float, blocks: Blocks, device: torch.device) -> Plan:
@@ -73,7 +81,8 @@ def _plan(form: Form, step: int, device: torch.device) -> Plan:
     maps = sparse_format.bitmap_bytes(blocks.lengths) * form.bitmapped
     num_listed, num_indices = form.sections[0] // 4, form.sections[1] // 4
     return Plan(
-        form=form,
+        num_bytes=form.num_bytes,
+        num_word_bytes=sum(form.sections[:3]),
         search=Search.of(blocks, form.counts, MOST_LISTED, device),
         spans=Spans.of(blocks, torch.ones(len(blocks), dtype=torch.bool), device),
         step=step,
@@ -82,6 +91,7 @@ def _plan(form: Form, step: int, device: torch.device) -> Plan:
         value_starts=(num_listed + num_indices + _before(form.counts)).to(device),
         bitmap_starts=(sum(form.sections[:3]) + _before(maps)).to(device),
         any_bitmapped=bool(form.bitmapped.any()),
+        indices=pieces_of(form.counts * listed, INDICES, device),
     )
 
 
@@ -92,11 +102,11 @@ def _before(sizes: Tensor) -> Tensor:
 def encode(values: Tensor, blocks: Blocks, fraction: float, key: int, residual: bool) -> Tensor:
     """The payload of the largest. `key`: of the sample. With `residual`, `values` becomes zero where they were."""
     plan = plan_of(fraction, blocks, values.device)
-    payload = torch.empty(plan.form.num_bytes, dtype=torch.uint8, device=values.device)
+    payload = torch.empty(plan.num_bytes, dtype=torch.uint8, device=values.device)
     if len(blocks):
         windows = windows_of(values, plan.search, key)
         marks, tallies = _marked(values, plan, windows)
-        words, spans = payload[: sum(plan.form.sections[:3])].view(torch.int32), plan.spans
+        words, spans = payload[: plan.num_word_bytes].view(torch.int32), plan.spans
         _write[(len(spans),)](
             values, payload, words, *spans.columns, spans.heads, spans.tails, windows.state, sums_of(tallies), marks,
             plan.search.counts, plan.list_numbers, plan.index_starts, plan.value_starts, plan.bitmap_starts, len(spans),
