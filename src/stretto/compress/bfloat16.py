@@ -27,7 +27,7 @@ from torch import Tensor
 
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_numba, has_triton
+from stretto.compress.kernels.compiling import has_numba, runs_triton
 from stretto.compress.layout import Blocks, Layout
 from stretto.errors import ConfigurationError, MalformedPayload
 
@@ -65,7 +65,7 @@ class BFloat16(Codec):
         return 2 * blocks.num_elements
 
     def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             return self._encode_on_gpu(values, blocks, draw, residual=False)
         if not _has_kernel(values):
             return encode_in_torch(values, self._to_add(values, blocks, draw), self.limit_bits)
@@ -73,7 +73,7 @@ class BFloat16(Codec):
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
         halves = _halves(payload, blocks)
-        if _has_gpu_kernel(payload):
+        if runs_triton(payload):
             return self._decode_on_gpu(halves, blocks.memory.empty(len(halves), torch.float32, payload.device), adding=False)
         if not _has_kernel(payload):
             return decode_in_torch(halves)
@@ -84,7 +84,7 @@ class BFloat16(Codec):
         return out
 
     def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             return self._encode_on_gpu(values, blocks, draw, residual=True)
         if _has_kernel(values):
             return self._encode_by_kernel(values, blocks, draw, residual=True)
@@ -94,7 +94,7 @@ class BFloat16(Codec):
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
         halves = _halves(payload, blocks)
-        if _has_gpu_kernel(payload):
+        if runs_triton(payload):
             self._decode_on_gpu(halves, total, adding=True)
             return
         if not _has_kernel(payload):
@@ -174,7 +174,3 @@ def _refuse_if(not_finite: bool) -> None:
 
 def _has_kernel(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and has_numba()
-
-
-def _has_gpu_kernel(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and has_triton()

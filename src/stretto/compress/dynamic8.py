@@ -27,7 +27,7 @@ from torch import Tensor
 
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_numba, has_triton
+from stretto.compress.kernels.compiling import has_numba, runs_triton
 from stretto.compress.layout import Blocks, Layout
 from stretto.errors import ConfigurationError, MalformedPayload
 
@@ -60,14 +60,14 @@ class Dynamic8(Codec):
         return 4 * len(blocks) + blocks.num_elements
 
     def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             return _encode_on_gpu(values, blocks, residual=False)
         if _has_kernel(values):
             return self._encode_by_kernel(values, blocks, residual=False)
         return torch.cat([part.view(torch.uint8) for part in encode_in_torch(values, blocks)])
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(payload):
+        if runs_triton(payload):
             out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
             self._decode_on_gpu(payload, blocks, out, adding=False)
             return out
@@ -81,7 +81,7 @@ class Dynamic8(Codec):
         return out
 
     def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             return _encode_on_gpu(values, blocks, residual=True)
         if _has_kernel(values):
             return self._encode_by_kernel(values, blocks, residual=True)
@@ -90,7 +90,7 @@ class Dynamic8(Codec):
         return payload
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if _has_gpu_kernel(payload):
+        if runs_triton(payload):
             self._decode_on_gpu(payload, blocks, total, adding=True)
             return
         scales, codes = self._parts(payload, blocks)
@@ -188,10 +188,6 @@ def _refuse_if(malformed: bool) -> None:
 
 def _has_kernel(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and has_numba()
-
-
-def _has_gpu_kernel(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and has_triton()
 
 
 def _encode_on_gpu(values: Tensor, blocks: Blocks, *, residual: bool) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_numba, has_triton
+from stretto.compress.kernels.compiling import has_numba, runs_triton
 from stretto.compress.layout import Blocks, Layout
 from stretto.errors import MalformedPayload
 
@@ -54,7 +54,7 @@ class Float16(Codec):
         return 2 * blocks.num_elements
 
     def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             return _encode_on_gpu(values, self.limit, residual=False)
         if _has_kernel(values):
             return self._encode_by_kernel(values, blocks, residual=False)
@@ -62,7 +62,7 @@ class Float16(Codec):
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
         halves = _halves(payload, blocks)
-        if _has_gpu_kernel(payload):
+        if runs_triton(payload):
             return _decode_on_gpu(halves, blocks.memory.empty(len(halves), torch.float32, payload.device), adding=False)
         if not _has_kernel(payload):
             return decode_in_torch(halves)
@@ -73,7 +73,7 @@ class Float16(Codec):
         return out
 
     def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             return _encode_on_gpu(values, self.limit, residual=True)
         if _has_kernel(values):
             return self._encode_by_kernel(values, blocks, residual=True)
@@ -83,7 +83,7 @@ class Float16(Codec):
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
         halves = _halves(payload, blocks)
-        if _has_gpu_kernel(payload):
+        if runs_triton(payload):
             _decode_on_gpu(halves, total, adding=True)
             return
         if not _has_kernel(payload):
@@ -138,10 +138,6 @@ def _refuse_if(not_finite: bool) -> None:
 
 def _has_kernel(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and has_numba()
-
-
-def _has_gpu_kernel(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and has_triton()
 
 
 def _encode_on_gpu(values: Tensor, limit: float, *, residual: bool) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_numba, has_triton
+from stretto.compress.kernels.compiling import has_numba, runs_triton
 from stretto.compress.layout import Blocks, Layout
 from stretto.errors import ConfigurationError, MalformedPayload
 
@@ -91,7 +91,7 @@ class Int8(Codec):
         return 4 * len(blocks) + blocks.num_elements
 
     def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             return self._encode_on_gpu(values, blocks, draw, residual=False)
         if _has_kernel(values):
             return self._encode_by_kernel(values, blocks, draw, residual=False)
@@ -99,7 +99,7 @@ class Int8(Codec):
         return torch.cat([part.view(torch.uint8) for part in encode_in_torch(values, blocks, uniform)])
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(payload):
+        if runs_triton(payload):
             return self._decode_on_gpu(payload, blocks, None)
         scales, codes = self._parts(payload, blocks)
         if not _has_kernel(payload):
@@ -111,7 +111,7 @@ class Int8(Codec):
         return out
 
     def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             return self._encode_on_gpu(values, blocks, draw, residual=True)
         if _has_kernel(values):
             return self._encode_by_kernel(values, blocks, draw, residual=True)
@@ -120,7 +120,7 @@ class Int8(Codec):
         return payload
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if _has_gpu_kernel(payload):
+        if runs_triton(payload):
             self._decode_on_gpu(payload, blocks, total)
             return
         scales, codes = self._parts(payload, blocks)
@@ -210,7 +210,3 @@ def refuse(problem: int) -> None:
 
 def _has_kernel(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and has_numba()
-
-
-def _has_gpu_kernel(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and has_triton()

@@ -30,7 +30,7 @@ from torch import Tensor
 from stretto.compress import bits
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_triton
+from stretto.compress.kernels.compiling import runs_triton
 from stretto.compress.layout import Blocks, Layout, Place
 
 MEANS = 2  # float32 per row
@@ -55,14 +55,14 @@ class OneBit(Codec):
         return _encode(values, blocks, leave_residual=True)
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if not (bits.runs_compiled(payload) or _has_gpu_kernel(payload)):
+        if not (bits.runs_compiled(payload) or runs_triton(payload)):
             return decode(payload, blocks)
         out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
         _decode(payload, blocks, out, adding=False)
         return out
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if bits.runs_compiled(payload) or _has_gpu_kernel(payload):
+        if bits.runs_compiled(payload) or runs_triton(payload):
             _decode(payload, blocks, total, adding=True)
         else:
             total.add_(decode(payload, blocks))
@@ -73,7 +73,7 @@ def row_length(place: Place) -> int:
 
 
 def _encode(values: Tensor, blocks: Blocks, leave_residual: bool) -> Tensor:
-    if _has_gpu_kernel(values):
+    if runs_triton(values):
         from stretto.compress.kernels import one_bit_cuda
 
         return one_bit_cuda.encode(values, blocks, leave_residual)
@@ -90,7 +90,7 @@ def _encode(values: Tensor, blocks: Blocks, leave_residual: bool) -> Tensor:
 
 
 def _decode(payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-    if _has_gpu_kernel(payload):
+    if runs_triton(payload):
         from stretto.compress.kernels import one_bit_cuda
 
         bits.check(one_bit_cuda.decode(payload, blocks, out, adding))
@@ -121,7 +121,3 @@ def decode(payload: Tensor, blocks: Blocks) -> Tensor:
     above_zero = bits.unpack(packed, blocks, 1).bool()
     rows = blocks.numbers(payload.device)
     return torch.where(above_zero, above[rows], below[rows])
-
-
-def _has_gpu_kernel(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and has_triton()

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.compress.kernels.compiling import has_numba, has_triton
+from stretto.compress.kernels.compiling import has_numba, runs_triton
 
 DEPENDENT = 1e-20  # of the squared length
 
@@ -39,7 +39,7 @@ def orthonormalise(flat: Tensor, shapes: Shapes) -> Tensor:
     """
     if flat.device.type == "cpu" and has_numba():
         return _by_kernel(flat, shapes)
-    if flat.device.type == "cuda" and has_triton():
+    if runs_triton(flat):
         from stretto.compress.kernels import orthogonal_cuda
 
         return orthogonal_cuda.orthonormalise(flat, shapes)

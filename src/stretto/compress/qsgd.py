@@ -32,7 +32,7 @@ from torch import Tensor
 from stretto.compress import bits as packing
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_triton
+from stretto.compress.kernels.compiling import runs_triton
 from stretto.compress.layout import Blocks, Layout
 from stretto.errors import ConfigurationError
 
@@ -92,7 +92,7 @@ class QSGD(Codec):
         return self._encode(values, blocks, draw, leave_residual=True)
 
     def _encode(self, values: Tensor, blocks: Blocks, draw: Draw, leave_residual: bool) -> Tensor:
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             from stretto.compress.kernels import qsgd_cuda
 
             return qsgd_cuda.encode(values, blocks, draw.own, self.bits, self.norm == "l2", leave_residual)
@@ -109,20 +109,20 @@ class QSGD(Codec):
         return new.whole
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if not (packing.runs_compiled(payload) or _has_gpu_kernel(payload)):
+        if not (packing.runs_compiled(payload) or runs_triton(payload)):
             return decode(payload, blocks, self.bits)
         out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
         self._decode(payload, blocks, out, adding=False)
         return out
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if packing.runs_compiled(payload) or _has_gpu_kernel(payload):
+        if packing.runs_compiled(payload) or runs_triton(payload):
             self._decode(payload, blocks, total, adding=True)
         else:
             total.add_(decode(payload, blocks, self.bits))
 
     def _decode(self, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-        if _has_gpu_kernel(payload):
+        if runs_triton(payload):
             from stretto.compress.kernels import qsgd_cuda
 
             packing.check(qsgd_cuda.decode(payload, blocks, self.bits, out, adding))
@@ -173,7 +173,3 @@ def _parts_of_norm(bits: int) -> Tensor:
     fields = torch.arange(2**bits)
     sizes = (fields >> 1).float() / (2 ** (bits - 1) - 1)
     return torch.where((fields & 1) == 1, -sizes, sizes)
-
-
-def _has_gpu_kernel(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and has_triton()

@@ -32,7 +32,7 @@ from torch import Tensor
 from stretto.compress import bits, exchange
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_triton
+from stretto.compress.kernels.compiling import runs_triton
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.rounds import Steps, Turn
 from stretto.errors import ConfigurationError
@@ -89,7 +89,7 @@ class Sign(Codec):
         return self._encode(values, blocks, leave_residual=True)
 
     def _encode(self, values: Tensor, blocks: Blocks, leave_residual: bool) -> Tensor:
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             from stretto.compress.kernels import sign_cuda
 
             return sign_cuda.encode(values, blocks, not self.vote, leave_residual)
@@ -105,20 +105,20 @@ class Sign(Codec):
         return new.whole
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if not (bits.runs_compiled(payload) or _has_gpu_kernel(payload)):
+        if not (bits.runs_compiled(payload) or runs_triton(payload)):
             return decode(payload, blocks, self._scales)
         out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
         self._decode(payload, blocks, out, adding=False)
         return out
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if bits.runs_compiled(payload) or _has_gpu_kernel(payload):
+        if bits.runs_compiled(payload) or runs_triton(payload):
             self._decode(payload, blocks, total, adding=True)
         else:
             total.add_(decode(payload, blocks, self._scales))
 
     def _decode(self, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-        if _has_gpu_kernel(payload):
+        if runs_triton(payload):
             from stretto.compress.kernels import sign_cuda
 
             bits.check(sign_cuda.decode(payload, blocks, not self.vote, out, adding))
@@ -152,7 +152,3 @@ def decode(payload: Tensor, blocks: Blocks, scales: int = 1) -> Tensor:
     if not (came.scales.isfinite() & (came.scales >= 0)).all():
         bits.check(bits.BAD_SCALE)
     return signs * came.scales[blocks.numbers(payload.device)]
-
-
-def _has_gpu_kernel(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and has_triton()

@@ -29,7 +29,7 @@ from torch import Tensor
 from stretto.compress import bits
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_triton
+from stretto.compress.kernels.compiling import runs_triton
 from stretto.compress.layout import Blocks, Layout
 from stretto.errors import ConfigurationError
 
@@ -74,7 +74,7 @@ class TernGrad(Codec):
 
     def _encode(self, values: Tensor, blocks: Blocks, draw: Draw, leave_residual: bool) -> Tensor:
         clip = math.inf if self.clip is None else float(self.clip)
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             from stretto.compress.kernels import tern_grad_cuda
 
             return tern_grad_cuda.encode(values, blocks, draw.own, clip, leave_residual)
@@ -91,14 +91,14 @@ class TernGrad(Codec):
         return new.whole
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if not (bits.runs_compiled(payload) or _has_gpu_kernel(payload)):
+        if not (bits.runs_compiled(payload) or runs_triton(payload)):
             return decode(payload, blocks)
         out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
         _decode(payload, blocks, out, adding=False)
         return out
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if bits.runs_compiled(payload) or _has_gpu_kernel(payload):
+        if bits.runs_compiled(payload) or runs_triton(payload):
             _decode(payload, blocks, total, adding=True)
         else:
             total.add_(decode(payload, blocks))
@@ -109,7 +109,7 @@ def _is_number(value: object) -> bool:
 
 
 def _decode(payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-    if _has_gpu_kernel(payload):
+    if runs_triton(payload):
         from stretto.compress.kernels import tern_grad_cuda
 
         bits.check(tern_grad_cuda.decode(payload, blocks, out, adding))
@@ -143,7 +143,3 @@ def decode(payload: Tensor, blocks: Blocks) -> Tensor:
         bits.check(bits.BAD_FIELD)
     signs = (codes & 1).float() - (codes >> 1).float()
     return signs * scales[blocks.numbers(payload.device)]
-
-
-def _has_gpu_kernel(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and has_triton()

@@ -25,7 +25,7 @@ from torch import Tensor
 from stretto.compress import sparse_format
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_triton
+from stretto.compress.kernels.compiling import runs_triton
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.sparse_format import Chosen, Form
 
@@ -51,7 +51,7 @@ class TopK(Codec):
         return self.form(blocks).num_bytes
 
     def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             from stretto.compress.kernels import top_k_cuda
 
             return top_k_cuda.encode(values, blocks, self.fraction, draw.shared, residual=False)
@@ -59,7 +59,7 @@ class TopK(Codec):
         return sparse_format.write(largest(values, form), form)
 
     def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(values):
+        if runs_triton(values):
             from stretto.compress.kernels import top_k_cuda
 
             return top_k_cuda.encode(values, blocks, self.fraction, draw.shared, residual=True)
@@ -69,12 +69,12 @@ class TopK(Codec):
         return sparse_format.write(chosen, form)
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if _has_gpu_kernel(payload):
+        if runs_triton(payload):
             return self._add_on_gpu(payload, blocks, torch.zeros(blocks.num_elements, device=payload.device))
         return sparse_format.spread(sparse_format.read(payload, self.form(blocks)), blocks.num_elements)
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if _has_gpu_kernel(payload):
+        if runs_triton(payload):
             self._add_on_gpu(payload, blocks, total)
             return
         sparse_format.add(sparse_format.read(payload, self.form(blocks)), total)
@@ -110,7 +110,3 @@ def largest_reference(values: Tensor, form: Form) -> Chosen:
         chosen[start:stop] = above | (on_it & (on_it.cumsum(0) <= k - above.sum()))
     places = chosen.nonzero().flatten()
     return Chosen(places, values[places])
-
-
-def _has_gpu_kernel(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and has_triton()
