@@ -4,7 +4,8 @@ At every call Triton works out anew which of its compiled variants fits the argu
 to has changed. A call of a codec that starts one kernel took the host 65 microseconds so, and takes 42 with what is here (4 MB,
 H200). A variant for CUDA depends on little: the constants; of a tensor, its type and whether it begins at a multiple of 16 bytes;
 of a number, whether it fits into 32 bits (`numbers` are not looked at otherwise). So it is kept under these, and started as
-Triton's own tutorials start what they have compiled themselves. For other GPUs it depends on more, and Triton finds it.
+Triton's own tutorials start what they have compiled themselves. For other GPUs it depends on more; there, and with versions of
+Triton that this was not tried with, Triton finds it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 Grid = tuple[int, ...]
+TRIED = triton.__version__.startswith("3.6.") and torch.version.hip is None
 
 
 class Kernel:
@@ -49,7 +51,7 @@ class Kernel:
             assert name in self._numbers or not isinstance(argument, int), f"{name}: Triton would compile for some of its values"
         with self._compiling:  # Triton itself fails if two threads start a new variant at once
             variant = self._function[grid](*arguments, **constants)
-        if isinstance(variant, CompiledKernel) and not torch.version.hip:  # the interpreter has none
+        if TRIED and isinstance(variant, CompiledKernel):  # the interpreter has none
             names = self._function.arg_names[len(arguments) :]
             self._variants[key] = variant, [constants[name] for name in names]
 
