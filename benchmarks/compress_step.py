@@ -75,7 +75,7 @@ def run(settings: Settings) -> Report:
 
 def rate_for(rho: float, settings: Settings) -> str:
     """Bits per second at which DDP's bytes take `rho` times as long as a step without communication."""
-    alone = run(msgspec.structs.replace(settings, strategies={}, peers=(LIMIT,), rounds=7, rate=None))
+    alone = run(msgspec.structs.replace(settings, strategies={}, peers=(LIMIT,), rounds=15, rate=None))
     step_s = statistics.median(alone.rows[0].seconds)
     num_bytes = 2 * (settings.hosts - 1) / settings.hosts * 4 * alone.num_parameters
     mbit = num_bytes * 8 / (rho * step_s) / 1e6
