@@ -23,11 +23,11 @@ from pathlib import Path
 
 import msgspec
 from compress_worker import DDP, DDP_FP16, LIMIT, Report, Settings
-from step import LAB_LIMIT_S, QUICK_RESULTS, RESULTS, Ratio, judge, machine_name, ratio
+from step import LAB_LIMIT_S, QUICK_RESULTS, RESULTS, Ratio, check, judge, machine_name, ratio
 
 from stretto.bench.results import quartiles
 from stretto.bench.table_text import seconds, spread
-from stretto.errors import JobError, StrettoError
+from stretto.errors import ConfigurationError, JobError, StrettoError
 from stretto.lab import Lab
 
 WORKER = Path(__file__).with_name("compress_worker.py")
@@ -174,6 +174,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--output", type=Path, help="folder for the two files (benchmarks/results)")
     options = parser.parse_args(arguments)
     names = ["Int8", "EF Sign"] if options.quick else options.codecs.split(",")
+    unknown = [name for name in names if name not in CODECS]
+    if unknown:
+        raise ConfigurationError(f"--codecs {','.join(unknown)}: there is no such row. Write some of {','.join(CODECS)}.")
+    check(options.device, options.rounds)
     chosen, rounds = strategies(names, SCHEDULES[options.device]), 2 if options.quick else options.rounds
     settings = Settings(strategies=chosen, rounds=rounds, rows=options.rows or 16)
     if options.device == "cuda":

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import torch
 from step_models import workloads
 from step_worker import Report, Row, Settings
 
@@ -245,14 +246,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def check(device: str, rounds: int) -> None:
+    """Workers without a GPU would be given their CPU, and its times would be taken for a GPU's."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            "--device cuda: torch sees no GPU here (`stretto doctor` says what it sees). Leave the option out, or run it where "
+            "there is one."
+        )
+    if rounds < 1:
+        raise ConfigurationError(f"--rounds {rounds}: there would be nothing to report. Write {LEAST_ROUNDS} or more.")
+
+
 def cases(options: argparse.Namespace) -> list[Settings]:
     models = list(SMALL) if options.quick and options.models == ",".join(MODELS) else options.models.split(",")
     rounds = min(3, options.rounds) if options.quick else options.rounds
     unknown = [name for name in models if name not in MODELS]
     if unknown:
         raise ConfigurationError(f"--models {','.join(unknown)}: there is no such model. Write some of {','.join(MODELS)}.")
-    if rounds < 1:
-        raise ConfigurationError(f"--rounds {rounds}: there would be nothing to report. Write {LEAST_ROUNDS} or more.")
+    check(options.device, rounds)
     if options.rate is not None and options.hosts is None:
         raise ConfigurationError(f"--rate {options.rate} without --hosts: only lab links can be shaped. Add --hosts 4.")
     number = next((number for number in (options.workers, options.hosts) if number is not None), None)
