@@ -17,17 +17,9 @@ from stretto.compress import power_sgd
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Layout
+from stretto.compress.matrices import Matrices, Matrix, first_q
 from stretto.compress.none import NoCompression
-from stretto.compress.power_sgd import (
-    Matrices,
-    Matrix,
-    PowerSGD,
-    first_q,
-    multiply,
-    multiply_reference,
-    times_left,
-    times_right,
-)
+from stretto.compress.power_sgd import PowerSGD, multiply, multiply_reference, times_left, times_right
 from stretto.compress.rounds import Sum, Turn
 from stretto.compress.state import State
 from stretto.errors import ConfigurationError
