@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from stretto.distributing import distribute as distribute
     from stretto.distributing import join as join
     from stretto.distributing import no_sync as no_sync
+    from stretto.distributing import release as release
+    from stretto.distributing import synchronize as synchronize
     from stretto.distributing import weight as weight
     from stretto.errors import BackwardFailed as BackwardFailed
     from stretto.errors import CheckpointError as CheckpointError
@@ -111,7 +113,7 @@ _HOME = {
     "stretto.compress.threshold": ("Threshold",),
     "stretto.compress.top_k": ("TopK",),
     "stretto.compress.warm_up": ("WarmUp",),
-    "stretto.distributing": ("distribute", "join", "no_sync", "weight"),
+    "stretto.distributing": ("distribute", "join", "no_sync", "release", "synchronize", "weight"),
     "stretto.errors": (
         "BackwardFailed", "CheckpointError", "ConfigurationError", "FrameError", "JobError", "MalformedPayload",
         "NonFiniteGradient", "PeerLost", "RankMismatch", "RendezvousError", "SecretError", "StrettoError", "UnreachableError",

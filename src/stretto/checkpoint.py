@@ -29,7 +29,7 @@ import io
 import logging
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,10 +44,10 @@ from torch.optim import Optimizer
 import stretto
 from stretto import checkpoint_file, random_state
 from stretto.compress.state import Exported
-from stretto.distributing import engine_of
+from stretto.distributing import as_tuple, engine_of
 from stretto.engine import memory
 from stretto.engine.engine import Engine
-from stretto.engine.state import kinds, put_together, take_apart
+from stretto.engine.state import kinds, load_exactly, put_together, take_apart
 from stretto.errors import CheckpointError, ConfigurationError, StrettoError
 from stretto.plan.choose import Choices
 from stretto.sampler import Sampler
@@ -73,7 +73,7 @@ class Resumed:
 def save(
     path: StrPath,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *,
     sampler: Sampler | None = None,
     extra: Any = None,
@@ -95,7 +95,7 @@ def save(
         if engine.job.rank == 0:
             content = {
                 "model": model.state_dict(),
-                "optimizer": {key: value for key, value in optimizer.state_dict().items() if key != memory.ENTRY},
+                "optimizer": _one_or_all([_state_of(each) for each in engine.loop.optimizers]),
                 "extra": extra,
                 "stretto": _stretto_entry(engine, sampler, everybody),
             }
@@ -105,7 +105,12 @@ def save(
 
 
 def load(
-    path: StrPath, model: nn.Module, optimizer: Optimizer, *, sampler: Sampler | None = None, job: Job | None = None
+    path: StrPath,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    sampler: Sampler | None = None,
+    job: Job | None = None,
 ) -> Resumed:
     """Take up training where `save` was called; also with another number of workers. All workers call it, after `distribute`.
 
@@ -123,12 +128,14 @@ def load(
     return resumed
 
 
-def _engine(model: nn.Module, optimizer: Optimizer, job: Job | None) -> Engine:
+def _engine(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], job: Job | None) -> Engine:
     engine = engine_of(model)
-    if optimizer is not engine.optimizer:
+    given, known = as_tuple(optimizer), engine.loop.optimizers
+    if len(given) != len(known) or any(one is not other for one, other in zip(given, known, strict=True)):
         raise ConfigurationError(
-            f"this {type(optimizer).__name__} is not the optimizer that the model was distributed with.\n"
-            f"Give both as they came from stretto.distribute(model, optimizer)."
+            f"{_names(given)}: the model was distributed with {_names(known)}, and not with the very same.\n"
+            f"Give model and optimizer as they came from stretto.distribute(model, optimizer), several in the same order. A new "
+            f"optimizer is made known by distribute(model, new_optimizer)."
         )
     if job is not None and job is not engine.job:
         raise ConfigurationError("job=... is another job than the one the model was distributed in. Leave it out.")
@@ -159,6 +166,19 @@ def _told(error: Exception) -> str:
         return str(error)
     hint = "\nOnly rank 0 touches the file: look on its machine." if isinstance(error, OSError) else ""
     return f"{type(error).__name__}: {error}{hint}"
+
+
+def _names(optimizers: Sequence[Any]) -> str:
+    return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+
+
+def _one_or_all(states: list[Any]) -> Any:
+    """One optimizer's state stands for itself in a checkpoint, as in torch's own; those of several are a list."""
+    return states[0] if len(states) == 1 else states
+
+
+def _state_of(optimizer: Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.state_dict().items() if key != memory.ENTRY}
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
@@ -221,7 +241,7 @@ def _stretto_entry(engine: Engine, sampler: Sampler | None, everybody: list[dict
         "world_size": job.world_size,
         "workers_per_host": job.workers_per_host,
         "strategy": repr(engine.strategy),
-        "optimizer": type(engine.optimizer).__name__,
+        "optimizer": _names(engine.loop.optimizers),
         "buckets": _layout(engine),
         "choices": msgspec.to_builtins(job.choices),
         "sampler": None if sampler is None else sampler.state_dict([worker["consumed"] for worker in everybody]),
@@ -293,7 +313,7 @@ def _next_piece(job: Job, source: IO[bytes] | None, num_bytes: int) -> memoryvie
 
 
 def _checked(file: IO[bytes], engine: Engine, sampler: Sampler | None) -> dict[str, Any]:
-    model, optimizer = engine.model, engine.optimizer
+    model, optimizers = engine.model, engine.loop.optimizers
     content = torch.load(file, map_location="cpu", weights_only=True)
     entry = content["stretto"]
     if entry["format"] == 1:  # before there were compressions
@@ -303,7 +323,7 @@ def _checked(file: IO[bytes], engine: Engine, sampler: Sampler | None) -> dict[s
             f"it has format {entry['format']}, of stretto {entry['versions']['stretto']}; this is stretto "
             f"{stretto.__version__}, which reads format {FORMAT} and earlier. Use the version that wrote it."
         )
-    difference = _difference(model.state_dict(), content["model"]) or _optimizer_difference(optimizer, content)
+    difference = _difference(model.state_dict(), content["model"]) or _optimizer_difference(optimizers, content)
     difference = difference or _memory_difference(engine, entry)
     if difference is not None:
         raise CheckpointError(
@@ -334,12 +354,17 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _optimizer_difference(optimizer: Optimizer, content: dict[str, Any]) -> str | None:
-    here, saved = type(optimizer).__name__, content["stretto"]["optimizer"]
+def _saved_optimizers(content: dict[str, Any]) -> list[dict[str, Any]]:
+    saved = content["optimizer"]
+    return saved if isinstance(saved, list) else [saved]
+
+
+def _optimizer_difference(optimizers: Sequence[Optimizer], content: dict[str, Any]) -> str | None:
+    here, saved = _names(optimizers), content["stretto"]["optimizer"]
     if here != saved:
         return f"the optimizer is {here} here and {saved} in the checkpoint"
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    saved_sizes = [len(group["params"]) for group in content["optimizer"]["param_groups"]]
+    sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+    saved_sizes = [[len(group["params"]) for group in state["param_groups"]] for state in _saved_optimizers(content)]
     if sizes != saved_sizes:
         return f"the optimizer's groups have {sizes} parameters here and {saved_sizes} in the checkpoint"
     return None
@@ -358,7 +383,9 @@ def _apply(content: dict[str, Any], engine: Engine, sampler: Sampler | None) -> 
     entry, job = content["stretto"], engine.job
     carried, lost = ["model", "optimizer"], []
     engine.model.load_state_dict(content["model"])
-    engine.optimizer.load_state_dict(content["optimizer"])
+    for optimizer, state in zip(engine.loop.optimizers, _saved_optimizers(content), strict=True):
+        load_exactly(optimizer, state)
+    engine.loop.begin_anew()
     engine.rounds = entry["ranks"][0]["rounds"]
     for found in (_apply_sampler(entry["sampler"], sampler), _apply_choices(entry, job), _apply_memory(entry, engine)):
         carried += found.carried

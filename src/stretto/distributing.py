@@ -6,21 +6,21 @@ references held elsewhere stay valid. In a job of one nothing is hooked at all: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from stretto.api import current_job
-from stretto.engine.admission import check, check_compression, check_model, check_optimizer, check_world
+from stretto.engine.admission import check, check_compression, check_model, check_world, wrappings
 from stretto.engine.agreement import admit, agree
 from stretto.engine.engine import Engine
 from stretto.engine.keeping import keep_with
-from stretto.engine.state import copy_model, copy_optimizer, share_optimizer
+from stretto.engine.plain_state import look_as_before, look_plain
+from stretto.engine.state import copy_model, copy_optimizer, copy_scaler, share_optimizer
 from stretto.errors import ConfigurationError
 from stretto.observe.compute import trace_compute
 from stretto.parsing import parse
@@ -28,7 +28,7 @@ from stretto.session import Job
 from stretto.strategy import Strategy
 
 M = TypeVar("M", bound=nn.Module)
-O = TypeVar("O", bound=Optimizer)  # noqa: E741
+O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
 Buffers = Literal["broadcast", "local"]
 ATTRIBUTE = "_stretto_engine"
 
@@ -45,21 +45,26 @@ def distribute(
 ) -> tuple[M, O]:
     """Train `model` data-parallel from here on. Returns the same two objects.
 
-    All workers start from rank 0's parameters, buffers and optimizer state. `strategy` may be its text (`stretto.parse`).
-    `buffers`: "broadcast" gives every worker rank 0's buffers (BatchNorm statistics) before each forward in training, "local"
-    leaves them alone. `check_finite=True` raises `NonFiniteGradient`, naming rank and parameter, on all workers. `scaler`: the
-    `GradScaler` of the loop, if there is one and `compress=` is lossy: what is left over from a step must not carry its scale.
+    All workers start from rank 0's parameters, buffers and optimizer state. `optimizer` may be several, `(muon, adamw)`: any
+    optimizer may step the model, but only those given here are made equal on all workers, at the beginning and after `join`.
+    `strategy` may be its text (`stretto.parse`). `buffers`: "broadcast" gives every worker rank 0's buffers (the statistics of
+    BatchNorm) before each forward in training, "local" leaves them alone. `check_finite=True` raises `NonFiniteGradient`, naming
+    rank and parameter, on all workers. `scaler`: the `GradScaler` of the loop, if there is one and `compress=` is lossy: what is
+    left over from a step must not carry its scale.
 
-    It lasts as long as somebody holds the model or the optimizer given here. When both are dropped, its memory and threads are
-    free at the next garbage collection, on each worker by itself: nothing is sent.
+    Called again with the same model, another optimizer or strategy takes the place of the first; what the compression remembers
+    is kept if it is the same one. `stretto.release` gives the plain model back. Otherwise it lasts as long as somebody holds the
+    model or an optimizer given here: when all are dropped, its memory and threads are free at the next garbage collection, on
+    each worker by itself, and nothing is sent.
     """
     job = job or current_job()
     chosen, problem = Strategy(), None
+    optimizers = as_tuple(optimizer)
     try:
         chosen = parse(strategy) if isinstance(strategy, str) else strategy or chosen
-        check(model, optimizer, chosen, buffers, check_finite, scaler)
-        check_model(model, optimizer, job)
-        check_compression(model, optimizer, chosen)
+        check(model, optimizers, chosen, buffers, check_finite, scaler)
+        check_model(model, optimizers, job)
+        check_compression(model, optimizers, chosen)
         if job.world_size > 1:
             check_world(model, chosen, job)
     except ConfigurationError as refused:
@@ -67,47 +72,68 @@ def distribute(
     admit(job, problem)
     if job.world_size > 1:
         options = {"check_finite": check_finite, "buffers": buffers, "scaler": scaler is not None}
-        agree(job, model, optimizer, chosen, options)
+        agree(job, model, optimizers, chosen, options)
         copy_model(job, model)
-        share_optimizer(job, optimizer)
+        for each in optimizers:
+            share_optimizer(job, each)
         if chosen.aggregate.algorithm == "auto":
             job.choose(0, "distribute()")
-    if job.tracer is not None:
-        trace_compute(job.tracer, model, optimizer)
-    _leave_former_job(model)
-    shares_buffers = buffers == "broadcast"
-    engine = Engine(model, chosen, job, check_finite=check_finite, broadcast_buffers=shares_buffers, scaler=scaler)
-    engine.optimizer = optimizer
-    if not chosen.compress.lossless:
-        keep_with(optimizer, engine)
-    job.engines.add(engine)
-    object.__setattr__(model, ATTRIBUTE, engine)
-    optimizer.register_step_pre_hook(partial(_before_step, engine, [_num_parameters(optimizer)]))
+    former = find_engine(model)
+    if former is not None:
+        release(model)
+    engine = Engine(
+        model, optimizers, chosen, job, check_finite=check_finite, broadcast_buffers=buffers == "broadcast", scaler=scaler
+    )
+    _attach(engine)
+    if former is not None and former.job is job and former.strategy.compress == chosen.compress:
+        engine.load_memory(*former.memory(), former.compressed_rounds)
     return model, optimizer
 
 
-def _before_step(engine: Engine, checked: list[int], optimizer: Optimizer, *_: object) -> None:
-    engine.flush()
-    engine.stepped()
-    if checked[0] != _num_parameters(optimizer):
-        check_optimizer(engine.model, optimizer)
-        checked[0] = _num_parameters(optimizer)
+def _attach(engine: Engine) -> None:
+    """What the model and its optimizers carry from now on. `release` takes it off again."""
+    job, model = engine.job, engine.model
+    if job.tracer is not None:
+        engine.attached += trace_compute(job.tracer, model, engine.loop.optimizers)
+    if not engine.strategy.compress.lossless:
+        engine.attached += keep_with(engine.loop.optimizers[0], engine)
+    job.engines.add(engine)
+    for each in wrappings(model):
+        object.__setattr__(each, ATTRIBUTE, engine)
+        look_plain(each, ATTRIBUTE)
 
 
-def _num_parameters(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+def release(model: M) -> M:
+    """Give a plain model back: no hooks, no buckets, no thread; gradients stay this worker's own from here on.
 
-
-def _leave_former_job(model: nn.Module) -> None:
-    """A model that was trained in a job that is over may be trained in another one."""
-    engine = model.__dict__.get(ATTRIBUTE)
-    if isinstance(engine, Engine) and not engine.inert:
+    Nothing is sent: call it on all workers, between steps. What a compression remembers is gone. A model that is not distributed
+    is returned as it is.
+    """
+    engine = find_engine(model)
+    if engine is not None:
         engine.close()
+        engine.job.engines.discard(engine)
+        for each in wrappings(engine.model):
+            each.__dict__.pop(ATTRIBUTE, None)
+            look_as_before(each)
+    return model
+
+
+def as_tuple(optimizer: object) -> tuple[Optimizer, ...]:
+    """One optimizer or several, as they are given to distribute(), save() and load(). What is neither is refused there."""
+    return tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)  # type: ignore[return-value]
+
+
+def find_engine(model: nn.Module) -> Engine | None:
+    for each in wrappings(model):
+        if isinstance(engine := each.__dict__.get(ATTRIBUTE), Engine):
+            return engine
+    return None
 
 
 def engine_of(model: nn.Module) -> Engine:
-    engine = model.__dict__.get(ATTRIBUTE)
-    if not isinstance(engine, Engine) or engine.inert:
+    engine = find_engine(model)
+    if engine is None:
         raise ConfigurationError(
             f"this {type(model).__name__} has not been distributed, so there is nothing to synchronise.\n"
             f"Call model, optimizer = stretto.distribute(model, optimizer) first."
@@ -125,6 +151,20 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     with engine_of(model).not_synchronising():
         yield
+
+
+def synchronize(model: nn.Module) -> None:
+    """Combine now what backward passes under `no_sync` have accumulated; without any, nothing happens. All workers call it.
+
+    For loops that cannot know which batch is the last of an accumulation:
+
+    with stretto.no_sync(model):
+        for x in batches:
+            loss(model(x)).backward()
+    stretto.synchronize(model)
+    optimizer.step()
+    """
+    engine_of(model).synchronize()
 
 
 @contextmanager
@@ -157,6 +197,11 @@ def _check_join(engines: list[Engine]) -> None:
             f"Write join(model), or join(model_a, model_b) for two."
         )
     for engine in engines:
+        if any(isinstance(optimizer, LBFGS) for optimizer in engine.loop.optimizers):
+            raise ConfigurationError(
+                "join with LBFGS: a step of it makes as many rounds as its line search needs, and a worker without data cannot "
+                "know how many.\nGive all workers as many batches (Sampler(..., drop_last=True)) and leave join out."
+            )
         if (reason := engine.strategy.compress.no_abstention) is not None:
             raise ConfigurationError(
                 f"join with compress={engine.strategy.compress!r}: {reason}.\n"
@@ -176,7 +221,7 @@ def _catch_up(engines: list[Engine]) -> None:
     while any([engine.shadow_round() for engine in engines]):
         pass
     for engine, mine in zip(engines, rounds, strict=True):
-        everybody = engine.job.gather_object([mine, engine.learning_rates()])
+        everybody = engine.job.gather_object([mine, engine.loop.learning_rates()])
         longest = [int(count) for count, _ in everybody]
         for rank, (_, rates) in enumerate(everybody):
             if rates != everybody[0][1]:
@@ -187,7 +232,10 @@ def _catch_up(engines: list[Engine]) -> None:
                 )
         root = longest.index(max(longest))
         copy_model(engine.job, engine.model, root)
-        copy_optimizer(engine.job, engine.optimizer, root)
+        for optimizer in engine.loop.optimizers:
+            copy_optimizer(engine.job, optimizer, root)
+        copy_scaler(engine.job, engine.loop.scaler, root)
+        engine.loop.begin_anew()
 
 
 def weight(value: float, *, job: Job | None = None) -> None:

@@ -66,16 +66,6 @@ def test_an_optimizer_over_other_parameters() -> None:
     refused("not one of the model's", model, both)
 
 
-def test_the_same_model_twice() -> None:
-    def program(job: Job) -> None:
-        model = mlp()
-        start(job, model)
-        with pytest.raises(ConfigurationError, match=r"has been distributed before(.|\n)*once per model"):
-            start(job, model)
-
-    run_jobs(2, program)
-
-
 def test_a_module_and_the_model_it_is_part_of() -> None:
     """Both engines would combine the shared gradients."""
 

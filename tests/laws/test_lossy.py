@@ -137,7 +137,7 @@ def test_law_5_error_feedback_conserves(compression: Compression, size: int) -> 
             _backward_with(model, gradients)
             given = given + torch.cat([g.flatten() for g in gradients])
             handed_out = handed_out + torch.cat([_gradient(p).flatten() for p in model.parameters()])
-            engine_of(model).stepped()
+            engine_of(model).before_step(engine_of(model).loop.optimizers[0])
             model.zero_grad()
         return given, handed_out, _left_over(model, size)
 

@@ -228,7 +228,7 @@ def test_a_backward_that_raises_leaves_no_span_and_the_next_one_does() -> None:
             raise ArithmeticError("on purpose")
 
     tracer, model = Tracer(), nn.Linear(2, 2)
-    compute.trace_compute(tracer, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    compute.trace_compute(tracer, model, [torch.optim.SGD(model.parameters(), lr=0.1)])
     with pytest.raises(ArithmeticError):
         model(Breaks.apply(torch.ones(1, 2, requires_grad=True))).sum().backward()  # type: ignore[no-untyped-call]
     assert [span.name for span in tracer.spans] == ["forward Linear"]

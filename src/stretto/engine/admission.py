@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +21,21 @@ COLLECTION_S = 2.0  # to wait for another thread's
 
 
 def check(
-    model: object, optimizer: object, strategy: object, buffers: object, check_finite: object, scaler: object = None
+    model: object, optimizers: Sequence[object], strategy: object, buffers: object, check_finite: object, scaler: object = None
 ) -> None:
     """The types and values of the arguments."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"distribute({type(model).__name__}, ...): the first argument is the nn.Module to train.")
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigurationError(
-            f"distribute(model, {type(optimizer).__name__}, ...): the second argument is the torch optimizer over the model's "
-            f"parameters. Write for instance torch.optim.SGD(model.parameters(), lr=0.1)."
-        )
+    if not optimizers:
+        raise ConfigurationError("distribute(model, (), ...): no optimizer. Give the one that steps the model, or several.")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigurationError(
+                f"distribute(model, {type(optimizer).__name__}, ...): the second argument is the torch optimizer over the "
+                f"model's parameters, or several of them. Write for instance torch.optim.SGD(model.parameters(), lr=0.1)."
+            )
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise ConfigurationError("distribute(model, (optimizer, optimizer)): the same one twice. Give every optimizer once.")
     if not isinstance(strategy, Strategy):
         raise ConfigurationError(
             f"strategy={strategy!r}: write a Strategy(...), a recipe such as stretto.recipes.ddp(), or the text of one."
@@ -42,8 +48,8 @@ def check(
         raise ConfigurationError(f"scaler={scaler!r}: give the torch.amp.GradScaler of the loop, or leave it out.")
 
 
-def check_model(model: nn.Module, optimizer: Optimizer, job: Job) -> None:
-    """Whether this model can be trained with this optimizer here."""
+def check_model(model: nn.Module, optimizers: Sequence[Optimizer], job: Job) -> None:
+    """Whether this model can be trained with these optimizers here."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigurationError(
@@ -55,17 +61,17 @@ def check_model(model: nn.Module, optimizer: Optimizer, job: Job) -> None:
             f"{type(model).__name__} has no parameter that wants a gradient, so there is nothing to train.\n"
             f"Unfreeze something (requires_grad_(True)) before distribute()."
         )
-    _check_first_time(model, job)
-    check_optimizer(model, optimizer)
+    _check_parameters_are_free(model, job)
+    for optimizer in optimizers:
+        check_optimizer(model, optimizer)
 
 
-def _check_first_time(model: nn.Module, job: Job) -> None:
+def _check_parameters_are_free(model: nn.Module, job: Job) -> None:
     """Models of jobs that are over do not count: they may be trained again, in this one. Nor do models that nobody has any more:
     they are collected first, for otherwise it would depend on the collector's mood, on each worker, what is refused."""
     if _problem_with_parameters(model, job) is None:
         return
-    if all(engine.model is not model for engine in job.engines):  # otherwise the caller holds it
-        _collect()
+    _collect()
     if (problem := _problem_with_parameters(model, job)) is not None:
         raise ConfigurationError(problem)
 
@@ -92,19 +98,22 @@ def _collect() -> None:
 def _problem_with_parameters(model: nn.Module, job: Job) -> str | None:
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for engine in job.engines:
-        if engine.model is model:
-            return (
-                "this model has been distributed before, and its gradients would be combined twice.\n"
-                "Call distribute() once per model; other models are fine."
-            )
+        if model in wrappings(engine.model) or engine.model in wrappings(model):
+            continue  # its new strategy takes the place of the old one
         shared = [names[parameter] for parameter in engine.model.parameters() if parameter in names]
         if shared:
             return (
-                f"parameter {shared[0]} is part of a model that has been distributed before ({type(engine.model).__name__}), and "
-                f"its gradient would be combined twice.\nDistribute one module that contains both, with one optimizer; or let go "
-                f"of the former model and its optimizer first (del model, optimizer)."
+                f"parameter {shared[0]} is part of a model that has been distributed before ({engine.name}), and its gradient "
+                f"would be combined twice.\nDistribute one module that contains both, with one optimizer; or give the former "
+                f"one up first: stretto.release(that_model)."
             )
     return None
+
+
+def wrappings(model: nn.Module) -> list[nn.Module]:
+    """The model and, where torch.compile has wrapped it, the one inside: both are names for the same."""
+    inside = model._modules.get("_orig_mod")
+    return [model] if inside is None else [model, inside]
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -119,7 +128,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
                 )
 
 
-def check_compression(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
+def check_compression(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> None:
     """Whether gradients of these parameters can be compressed so, and whether the optimizer suits what comes out."""
     compress = strategy.compress
     for name, parameter in model.named_parameters():
@@ -129,11 +138,12 @@ def check_compression(model: nn.Module, optimizer: Optimizer, strategy: Strategy
                 f"compress={compress!r}: {name} is of {parameter.dtype}, and codecs work on real floating-point gradients.\n"
                 f"Leave it out: compress=ByParameter(({name!r}, NoCompression()), ('*', ...))."
             )
-    if compress.optimizer_hint is not None and (own := _momentum_of(optimizer)) is not None:
-        raise ConfigurationError(
-            f"compress={compress!r} keeps the momentum itself, before gradients are sent, and {type(optimizer).__name__} has "
-            f"{own} of its own: it would be applied twice.\nWrite {compress.optimizer_hint}"
-        )
+    for optimizer in optimizers:
+        if compress.optimizer_hint is not None and (own := _momentum_of(optimizer)) is not None:
+            raise ConfigurationError(
+                f"compress={compress!r} keeps the momentum itself, before gradients are sent, and {type(optimizer).__name__} has "
+                f"{own} of its own: it would be applied twice.\nWrite {compress.optimizer_hint}"
+            )
 
 
 def _momentum_of(optimizer: Optimizer) -> str | None:

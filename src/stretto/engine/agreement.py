@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -26,9 +26,9 @@ def admit(job: Job, problem: ConfigurationError | None) -> None:
             raise ConfigurationError(f"distribute() was refused on rank {rank}, so nobody can begin. There it said:\n{theirs}")
 
 
-def agree(job: Job, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: dict[str, Any]) -> None:
+def agree(job: Job, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, options: dict[str, Any]) -> None:
     """Raise `RankMismatch` on every worker, naming the first difference, unless all describe the same."""
-    everybody = job.gather_object(describe(model, optimizer, strategy, options))
+    everybody = job.gather_object(describe(model, optimizers, strategy, options))
     for rank, theirs in enumerate(everybody):
         for expected, found in _side_by_side(everybody[0], theirs):
             if expected != found:
@@ -39,17 +39,21 @@ def agree(job: Job, model: nn.Module, optimizer: Optimizer, strategy: Strategy, 
                 )
 
 
-def describe(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: dict[str, Any]) -> list[list[str]]:
+def describe(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, options: dict[str, Any]) -> list[list[str]]:
     """Everything that must be the same, one line each, in sections. Hyper-parameters are not in it: rank 0's are copied."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return [
         [f"strategy={strategy!r}"],
         [f"options: {', '.join(f'{name}={value!r}' for name, value in sorted(options.items()))}"],
         [f"parameter {name}: {_kind(parameter)}" for name, parameter in model.named_parameters()],
         [f"buffer {name}: {_kind(buffer)}" for name, buffer in model.named_buffers()],
-        [f"{type(optimizer).__name__}, group {number}: {', '.join(group)}" for number, group in enumerate(groups)],
+        [line for optimizer in optimizers for line in _groups(optimizer, names)],
     ]
+
+
+def _groups(optimizer: Optimizer, names: dict[Tensor, str]) -> Iterator[str]:
+    for number, group in enumerate(optimizer.param_groups):
+        yield f"{type(optimizer).__name__}, group {number}: {', '.join(names[parameter] for parameter in group['params'])}"
 
 
 def _kind(tensor: Tensor) -> str:

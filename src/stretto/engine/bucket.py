@@ -11,10 +11,15 @@ message that goes anyway; where gradients are compressed, what must be exact has
 
 Notes are for the host: beside a buffer on a GPU they lie in host memory, where the whole buffer travels from, and neither writing
 nor reading them waits for the GPU.
+
+The memory is used again in the next round. A program that keeps a gradient beyond that (`kept.append(p.grad)`, as methods that
+compare the gradients of several losses do) expects it to stay as it was: before a round writes to a bucket of which somebody
+else still holds a part, the bucket takes new memory and leaves the old to whoever holds it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -69,14 +74,14 @@ class Bucket:
         self.names = [name for name, _ in members]
         self.parameters = [parameter for _, parameter in members]
         self.num_gradient_elements = sum(parameter.numel() for parameter in self.parameters)
-        self.flat = torch.zeros(self.num_gradient_elements + num_notes, dtype=dtype, device=device)
-        self.views = _views(self.flat, self.parameters)
-        self.notes = torch.zeros(num_notes, dtype=dtype) if notes_apart else self.flat[self.num_gradient_elements :]
+        self._num_notes, self._notes_apart = num_notes, notes_apart
+        self._take_memory(dtype, device)
         self.large = [view.nbytes >= LARGE_BYTES for view in self.views]
         self.fired = [False] * len(members)
         self.used = [True] * len(members)
         self.missing = len(members)
         self.sent = False
+        self.waits = False  # for the end of backward, although it may be full before
         self.pending: Pending | None = None
         self.bring_back: Callable[[], None] | None = None
         self.compression = compression or NoCompression()
@@ -85,6 +90,37 @@ class Bucket:
         self.turn: Turn | None = None  # in this round, if it is compressed
         self.errand: Errand | None = None
         self.kept: dict[Any, Any] = {}
+
+    def _take_memory(self, dtype: torch.dtype, device: torch.device) -> None:
+        count = self.num_gradient_elements
+        self.flat = torch.zeros(count + self._num_notes, dtype=dtype, device=device)
+        self.views = _views(self.flat, self.parameters)
+        apart = torch.zeros(self._num_notes, dtype=dtype, device="cpu") if self._notes_apart else None
+        self.notes = self.flat[count:] if apart is None else apart
+        self.on_wire = _alias(self.flat)
+        self._references = list(map(sys.getrefcount, self.views))
+        self._users = _num_users(self.flat)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody else holds a gradient that lies here, or a view of one. To be asked while no round is under way."""
+        if _num_users(self.flat) > self._users:
+            return True
+        counts = list(map(sys.getrefcount, self.views))
+        if counts == self._references:
+            return False
+        # A gradient that still is its parameter's own is added to in place, by torch as by us, whoever else holds it.
+        held = (now > before for now, before in zip(counts, self._references, strict=True))
+        return any(more and p.grad is not view for more, p, view in zip(held, self.parameters, self.views, strict=True))
+
+    def leave_memory(self) -> None:
+        """Take new memory. Parameters whose gradient lies in the old one get a copy of it, so that autograd adds to that."""
+        old = self.views
+        self._take_memory(self.flat.dtype, self.flat.device)
+        for parameter, before, view in zip(self.parameters, old, self.views, strict=True):
+            if parameter.grad is before:
+                view.copy_(before)
+                parameter.grad = view
 
     @property
     def num_bytes(self) -> int:
@@ -156,6 +192,25 @@ class Bucket:
         self.errand = None
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """What its gradient is kept in: `p.grad_dtype` where somebody has set it, which torch then insists on."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def _alias(flat: Tensor) -> Tensor:
+    """The same memory as a tensor of its own for the wire, whose views do not count among the users of `flat`: the communication
+    thread may keep one for a moment after a collective has ended. A GPU's memory goes through a copy in any case."""
+    if flat.device.type != "cpu":
+        return flat
+    return torch.from_numpy(flat.view(torch.uint8).numpy()).view(flat.dtype)
+
+
+def _num_users(flat: Tensor) -> int:
+    """How many tensors there are on this memory."""
+    count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+    return count
+
+
 def refuse_graph(gradient: Tensor) -> None:
     """What is combined is a copy in a bucket, without the graph that leads to it."""
     if gradient.requires_grad:
@@ -212,13 +267,14 @@ def make_buckets(
     """
     compress = compress or NoCompression()
     groups = _group(named, schedule, compress)
-    closing = next((group for group in reversed(groups) if group[0][1].dtype in PRECISE), None) if compress.lossless else None
+    precise = (group for group in reversed(groups) if gradient_dtype(group[0][1]) in PRECISE)
+    closing = next(precise, None) if compress.lossless else None
     buckets = [_bucket(group, compress) for group in groups if group is not closing]
     num_notes = NUM_NOTES + len(named)
     if closing is None:
         buckets.append(Bucket([], torch.float32, device, num_notes))
     else:
-        dtype, theirs = closing[0][1].dtype, closing[0][1].device
+        dtype, theirs = gradient_dtype(closing[0][1]), closing[0][1].device
         buckets.append(Bucket(closing, dtype, theirs, num_notes, notes_apart=theirs.type == "cuda" and device.type == "cpu"))
     for number, bucket in enumerate(buckets):
         bucket.number = number
@@ -228,7 +284,7 @@ def make_buckets(
 def _bucket(group: list[tuple[str, Tensor]], compress: Compression) -> Bucket:
     name, parameter = group[0]
     answer = compress.for_parameter(name, tuple(parameter.shape))
-    return Bucket(group, parameter.dtype, parameter.device, compression=answer)
+    return Bucket(group, gradient_dtype(parameter), parameter.device, compression=answer)
 
 
 def _group(named: Sequence[tuple[str, Tensor]], schedule: Schedule, compress: Compression) -> list[list[tuple[str, Tensor]]]:
@@ -237,9 +293,9 @@ def _group(named: Sequence[tuple[str, Tensor]], schedule: Schedule, compress: Co
     groups: list[list[tuple[str, Tensor]]] = []
     limit = schedule.first_bucket_bytes
     for name, parameter in reversed(named):
-        key = (parameter.dtype, parameter.device, compress.for_parameter(name, tuple(parameter.shape)))
+        key = (gradient_dtype(parameter), parameter.device, compress.for_parameter(name, tuple(parameter.shape)))
         filling.setdefault(key, []).append((name, parameter))
-        sizes[key] = sizes.get(key, 0) + parameter.numel() * parameter.element_size()
+        sizes[key] = sizes.get(key, 0) + parameter.numel() * key[0].itemsize
         if limit is not None and sizes[key] >= limit:
             groups.append(filling.pop(key))
             sizes[key] = 0

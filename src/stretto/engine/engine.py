@@ -4,11 +4,14 @@ A *round* is one synchronised backward. Gradient hooks put each gradient into it
 for the end of backward, if the schedule says so); when backward has ended the rest leaves, the closing bucket last, everything is
 waited for, and `p.grad` becomes a view of the combined bucket.
 
-    forward            marks the beginning; buffers are broadcast
+    forward            marks the beginning; parameters that have changed get their places; buffers are broadcast
     gradient hook      p.grad -> bucket; p.grad = None while the bucket is under way: autograd cannot add to memory in flight
     end of backward    from a hook on the model's outputs: that of the outermost backward, even under re-entrant checkpointing
     next forward,      close a round that was left open: its backward ended in an exception
-    optimizer.step
+    backward or step
+
+Training need not pass the model's own forward: parts of it may be called, or another method, or a compiled graph into which hooks
+do not lead. Then what the forward would have done is done at the end of the round, and before the step where there was no round.
 
 Rounds are numbered, not steps: the k-th round of this worker meets the k-th round of every other, whatever each has done in
 between. A gradient that comes after its bucket has left (a parameter used twice under re-entrant checkpointing) is late: it is
@@ -34,23 +37,29 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stretto.collectives.plan import Kind
 from stretto.collectives.staging import Staging
 from stretto.compress.state import Exported
-from stretto.engine import memory
+from stretto.engine import memory, misuse
 from stretto.engine.bucket import Bucket, Notes, make_buckets, refuse_graph
 from stretto.engine.compressing import Compressing
+from stretto.engine.end_of_backward import EndOfBackward
 from stretto.engine.finite import FiniteCheck
+from stretto.engine.late import combine_late
+from stretto.engine.loop_state import LoopState
+from stretto.engine.only_traced import are_others, in_functional_call, is_only_traced
 from stretto.engine.sparse import exchange_sparse, sparse_parameters
 from stretto.engine.state import copy_buffers, copy_by
+from stretto.engine.stepping import Given, watch_all_optimizers
 from stretto.engine.watch import Watch
 from stretto.engine.weak_hook import Orphan, take_off, weakly, when_accumulated
-from stretto.errors import BackwardFailed, ConfigurationError
-from stretto.observe.compute import tensors_in
-from stretto.session import Job
+from stretto.errors import BackwardFailed
+from stretto.session import PUBLIC_CHANNEL, Job
 from stretto.strategy import Strategy
+from stretto.tensors_in import tensors_in
 
 KEPT_BUFFERS: Final = 256  # in pinned memory: one for each bucket of a large model
 NO_TASK: Final = -1  # autograd's own number for "not in a backward"
@@ -65,16 +74,15 @@ class Part(Enum):
 
 
 class Engine:
-    """Binds a strategy to one model in one job. Made by `distribute`; the model and the optimizer hold on to it, nobody else.
+    """Binds a strategy to one model in one job. Made by `distribute`; the model and the optimizers hold on to it, nobody else.
 
-    When both are gone it goes with them, without a word to other workers; what is under way ends by itself or at its deadline.
+    When all are gone it goes with them, without a word to other workers; what is under way ends by itself or at its deadline.
     """
-
-    inert = False
 
     def __init__(
         self,
         model: nn.Module,
+        optimizers: tuple[Optimizer, ...],
         strategy: Strategy,
         job: Job,
         *,
@@ -86,9 +94,9 @@ class Engine:
         self.strategy = strategy
         self.job = job
         self.broadcast_buffers = broadcast_buffers
-        self.optimizer: Any = None
+        self.loop = LoopState(optimizers, scaler)
         lossy = not strategy.compress.lossless
-        self.synchronising = job.world_size > 1 or lossy  # otherwise there is nothing to do, and no hook is set
+        self.synchronising = self._engaged = job.world_size > 1 or lossy  # otherwise there is nothing to do, and no hook is set
         self.joining = False
         self.rounds = 0
         self.channel = job.new_channel()
@@ -102,43 +110,47 @@ class Engine:
         self._sends_early = not (strategy.schedule.waits_for_backward or self._native)  # torch's own need one order everywhere
         self._open = False  # a gradient of this round has come
         self._buffers_saved = False  # a forward has come whose backward has not: autograd may have saved buffers
+        self._passed_forward = False  # since the last round: the model's own forward has run
+        self._looked = False  # since the last step: for parameters that have changed
         self._task = NO_TASK  # the backward at whose end the round closes
+        self._died = False  # that backward has ended in an exception
+        self._left_over: list[Tensor] = []  # the gradients that were there then
         self._part = Part.WORKING
         self._late: dict[int, Tensor] = {}
         self._look_closely = False  # some parameter had no gradient anywhere: it may have been frozen
         self._sequence = 0
         self._hooks: list[RemovableHandle] = []
-        self._gradient_hooks: list[RemovableHandle] = []
+        self._gradient_hooks: dict[Tensor, RemovableHandle] = {}
         self._orphan = Orphan(job)
+        self.attached: list[RemovableHandle] = []  # what others have put onto the model and its optimizers for this engine
+        self.name = f"{type(model).__name__} (model {self.channel - PUBLIC_CHANNEL})"
+        self._hooks += [handle for optimizer in optimizers for handle in Given.hook(self, optimizer)]
         if self.synchronising:
+            watch_all_optimizers()
             self._lay_out()
             self._hooks.append(model.register_forward_pre_hook(self._before_forward))
             self._hooks.append(model.register_forward_hook(self._after_forward))
         elif check_finite:  # in a job of one
             self._check_alone()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        """A copy of the model (an average of weights, say) is a plain model: its hooks do nothing."""
-        return _inert_engine()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _inert_engine, ()
-
     # -- layout -------------------------------------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
         """Give every parameter that wants a gradient its place. Done again when that set changes."""
+        with torch.inference_mode(False):  # what is made in it could not be part of a training step
+            self._give_places()
+
+    def _give_places(self) -> None:
         sparse = sparse_parameters(self.model)
         named: list[tuple[str, Tensor]] = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.sparse = [(name, p) for name, p in named if p in sparse]
         self.dense = [(name, p) for name, p in named if p not in sparse]
         self._make_buckets()
         self.dense = [(name, p) for bucket in self.buckets for name, p in zip(bucket.names, bucket.parameters, strict=True)]
-        self._views = [view for bucket in self.buckets for view in bucket.views]
         self.number: dict[Tensor, int] = {p: index for index, (_, p) in enumerate(self.dense)}
         self.place = {p: (bucket, slot) for bucket in self.buckets for slot, p in enumerate(bucket.parameters)}
         self._slots = [self.place[p] for _, p in self.dense]
-        self._label = f" for gradients of layout {_digest(self.buckets, self.sparse):08x}"
+        self._label = f" for gradients of {self.name}, layout {_digest(self.buckets, self.sparse):08x}"
         self._known = set(self.model.parameters())
         self._watch = Watch(self.model)
         self._set_gradient_hooks()
@@ -174,23 +186,38 @@ class Engine:
         return next((bucket.state.rounds for bucket in self.buckets if bucket.state is not None), 0)
 
     def _set_gradient_hooks(self) -> None:
-        last = [p for p, large in zip(self.closing.parameters, self.closing.large, strict=True) if not large]
-        early = [p for _, p in self.dense if p not in set(last)]
-        self._gradient_hooks += [when_accumulated(p, self._on_gradient, self.number[p], orphan=self._orphan) for p in early]
-        late = (*last, *(p for _, p in self.sparse))
-        self._gradient_hooks += [when_accumulated(p, self._on_last_gradient, orphan=self._orphan) for p in late]
+        last = {p for p, large in zip(self.closing.parameters, self.closing.large, strict=True) if not large}
+        self._gradient_hooks = {}
+        for number, (_, parameter) in enumerate(self.dense):
+            if parameter not in last:
+                hook = when_accumulated(parameter, self._on_gradient, number, orphan=self._orphan)
+                self._gradient_hooks[parameter] = hook
+        for parameter in (*last, *(parameter for _, parameter in self.sparse)):
+            self._gradient_hooks[parameter] = when_accumulated(parameter, self._on_last_gradient, orphan=self._orphan)
 
-    def _notice_changes(self) -> None:
-        """Parameters frozen, unfrozen, added or converted since the last step get their place, on all workers alike."""
-        closely, self._look_closely = self._look_closely, False
-        if not self._watch.changed(closely=closely):
-            return
-        known = self._known
-        take_off(self._gradient_hooks)
-        self._gradient_hooks.clear()
+    def _notice_changes(self) -> list[Tensor] | None:
+        """Parameters frozen, unfrozen, added or converted since the last step get their place, on all workers alike.
+
+        Gives those that have a place now and had none; None if the model has other parameters for the length of a call."""
+        if not self._watch.changed(closely=self._look_closely):
+            self._looked, self._look_closely = True, False
+            return []
+        if are_others(self._watch.members()):
+            return None
+        self._looked, self._look_closely = True, False
+        known, placed = self._known, self._gradient_hooks
+        take_off(placed.values())
         self._lay_out()
         new = [p for p in self.model.parameters() if p not in known]
         copy_by(partial(self._broadcast, f" of new parameters{self._label}"), new)
+        return [p for p in self._gradient_hooks if p not in placed]
+
+    def _notice_late_changes(self) -> None:
+        """The same where gradients are there already: what has got a place only now is combined here and now."""
+        if found := set(self._notice_changes() or ()):
+            dense = [(name, p) for name, p in self.dense if p in found]
+            combined_weight = combine_late(self.job, dense, self._weight)
+            exchange_sparse(self.job, [(name, p) for name, p in self.sparse if p in found], self._weight, combined_weight)
 
     def _broadcast(self, label: str, tensor: Tensor) -> Tensor:
         """Rank 0's. It has its place in the stream of this engine's rounds: whoever is elsewhere in it is found out at once."""
@@ -204,11 +231,12 @@ class Engine:
 
     def combines(self, parameter: Tensor) -> bool:
         """Whether the gradient of this parameter is one of those it combines."""
-        return self.synchronising and parameter in self._known
+        return self._engaged and parameter in self._known
 
     def close(self) -> None:
-        """Take every hook off the model again."""
-        take_off((*self._hooks, *self._gradient_hooks))
+        """Take every hook off the model and the optimizers again."""
+        take_off((*self._hooks, *self._gradient_hooks.values(), *self.attached))
+        self.synchronising = self._engaged = False
         self._open, self._task = False, NO_TASK
         if self._compressing is not None:
             self._compressing.stop()
@@ -216,23 +244,31 @@ class Engine:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
-        if self.inert or _current_task() != NO_TASK:  # a forward within backward is the recomputation of a checkpointed one
+        if is_only_traced() or torch.is_inference_mode_enabled():
+            return
+        if _current_task() != NO_TASK:  # a forward within backward is the recomputation of a checkpointed one
             return
         if not (module.training or torch.is_grad_enabled()):
             return
         self.flush()
-        self._notice_changes()
-        if module.training and torch.is_grad_enabled() and self._shares_buffers:
-            broadcast = partial(self._broadcast, " of buffers")
-            copy_buffers(self.job, self._watch, broadcast, saved=self._buffers_saved)
+        if self._notice_changes() is None:
+            return
+        if module.training and torch.is_grad_enabled() and not (self._shares_buffers and in_functional_call()):
+            self._passed_forward = True
+            self._share_buffers()
         self._buffers_saved |= torch.is_grad_enabled()
+
+    def _share_buffers(self) -> None:
+        if self._shares_buffers:
+            broadcast = partial(self._broadcast, f" of the buffers of {self.name}, for a forward in training mode")
+            copy_buffers(self.job, self._watch, broadcast, saved=self._buffers_saved)
 
     @property
     def _shares_buffers(self) -> bool:
         return self.broadcast_buffers and self.synchronising and not self.joining and self.job.world_size > 1
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self.inert or not torch.is_grad_enabled() or _current_task() != NO_TASK:
+        if is_only_traced() or not torch.is_grad_enabled() or _current_task() != NO_TASK:
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -246,16 +282,27 @@ class Engine:
     def _set_end(self) -> None:
         if self._task == NO_TASK and self.synchronising:
             self._task = _current_task()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            EndOfBackward(self, self.rounds)
+
+    def _note_accumulation(self) -> None:
+        """A backward under no_sync: what it leaves in p.grad has yet to be combined."""
+        self.loop.backwards.add(_current_task())
+
+    def backward_died(self, number: int) -> None:
+        if number == self.rounds:  # else its round has been closed since
+            self._left_over = [p.grad for _, p in (*self.dense, *self.sparse) if p.grad is not None]
+            self._died = True
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def _on_gradient(self, number: int, parameter: Tensor) -> None:
         """Runs once per parameter and backward. Small gradients are copied later, all at once, when their bucket is full."""
-        if not self.synchronising or parameter.grad is None:
+        if not self.synchronising:
+            return self._note_accumulation()
+        if parameter.grad is None:
             return
         bucket, slot = self._slots[number]
-        if not self._open:
+        if not self._open or self._died:
             self._begin_round(parameter)
         if bucket.sent:
             self._keep_late(parameter)
@@ -265,34 +312,51 @@ class Engine:
         if not bucket.fired[slot]:
             bucket.fired[slot] = True
             bucket.missing -= 1
-            if bucket.missing == 0 and self._sends_early and bucket is not self.closing:
+            if bucket.missing == 0 and self._sends_early and not bucket.waits and bucket is not self.closing:
                 bucket.collect()
                 self._send(bucket)
                 bucket.let_go()  # autograd must not add to memory that is under way
 
     def _on_last_gradient(self, parameter: Tensor) -> None:
         """Of a parameter in the closing bucket, or with a sparse gradient: it stays where it is until the round closes."""
-        if not self._open and self.synchronising:
+        if not self.synchronising:
+            self._note_accumulation()
+        elif not self._open or self._died:
             self._begin_round(parameter)
 
     def _begin_round(self, parameter: Tensor) -> None:
+        if self._died:
+            self._close_dead_round(parameter)
         if self._unused_mean and parameter in self.place:
             self._refuse_second_mean(parameter)
         self._open = True
+        for bucket in self.buckets:
+            if bucket.is_held:
+                bucket.leave_memory()
+            bucket.waits = self._is_watched(bucket)
         self._set_end()  # normally the outputs' hook has done it; else (a submodule called directly) this is the end we know
+
+    def _close_dead_round(self, parameter: Tensor) -> None:
+        """A backward begins after one that failed, and no forward of the model has come between them to close its round."""
+        fresh = parameter.grad
+        if any(fresh is old for old in self._left_over):
+            raise misuse.left_over(self.name)
+        self.flush()
+        self._died = False
+        parameter.grad = fresh
+
+    def _is_watched(self, bucket: Bucket) -> bool:
+        """Whether a hook of the user's runs after ours. It must see the gradient: the bucket leaves at the end of backward."""
+        hooks = (p._post_accumulate_grad_hooks for p in bucket.parameters)
+        last = (next(reversed(mine)) for mine in hooks)
+        return any(self._gradient_hooks[p].id != number for p, number in zip(bucket.parameters, last, strict=True))
 
     def _refuse_second_mean(self, parameter: Tensor) -> None:
         """A mean of means is the mean only without loss: this worker's new gradient lies on top of everybody's old one."""
         bucket, slot = self.place[parameter]
         self._unused_mean = False
         if parameter.grad is bucket.views[slot]:
-            raise ConfigurationError(
-                f"a second backward before optimizer.step(), with compress={self.strategy.compress!r}: p.grad already holds the "
-                f"mean over all workers, and what is on top of it would be compressed together with it, again.\n"
-                f"Put all but the last backward into `with stretto.no_sync(model):`, or call optimizer.zero_grad() (with "
-                f"set_to_none=True, the default) before the next one if this step is to be left out. (Re-entrant checkpointing "
-                f"of the whole model makes a backward of each of its segments: use checkpoint(..., use_reentrant=False).)"
-            )
+            raise misuse.second_mean(self.strategy.compress)
 
     def _keep_late(self, parameter: Tensor) -> None:
         number, gradient = self.number[parameter], parameter.grad
@@ -314,7 +378,7 @@ class Engine:
         if self._compressing is None:
             self._reduce(bucket)
         elif bucket is self.closing:
-            self._compressing.start_closing(bucket, sequence=self._first_number(bucket), label=self._label + self._rates())
+            self._compressing.start_closing(bucket, sequence=self._first_number(bucket), label=self._label + self._loop_label())
         else:
             sequence, absent = self._first_number(bucket), self._part is Part.ABSENT
             self._compressing.start(bucket, sequence=sequence, label=self._label, absent=absent, weight=self._weight)
@@ -332,23 +396,17 @@ class Engine:
         if self._native:
             self.job.all_reduce(bucket.flat, "mean", "native")
             return
-        flat, ready, bucket.bring_back = self._staging.lend(bucket.flat, bucket.notes if bucket is self.closing else None)
+        flat, ready, bucket.bring_back = self._staging.lend(bucket.on_wire, bucket.notes if bucket is self.closing else None)
         name = (self.channel, self._first_number(bucket) & 0xFFFFFFFF)
         algorithm = self._algorithm(bucket.num_bytes)
-        label = self._label + (self._rates() if bucket is self.closing else "")
+        label = self._label + (self._loop_label() if bucket is self.closing else "")
         bucket.pending = self.job.start(Kind.ALL_REDUCE, flat, algorithm, op="mean", name=name, ready=ready, label=label)
 
-    def _rates(self) -> str:
-        """Workers that step with different learning rates drift apart. Under `join`, who has run out does not step: no matter."""
-        if self.joining or self._part is Part.ABSENT:
+    def _loop_label(self) -> str:
+        """What the workers' loops must agree on. Not under `join`, where a worker that has run out takes no steps."""
+        if self.joining or self._part is Part.ABSENT or self.job.world_size == 1:
             return ""
-        return f" and learning rates {self.learning_rates()}"
-
-    def learning_rates(self) -> list[float | None]:
-        """Of the optimizer's groups. Not those on an accelerator: reading one would wait for it."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        rates = [group["lr"] for group in groups if "lr" in group]
-        return [None if isinstance(rate, Tensor) and rate.device.type != "cpu" else float(rate) for rate in rates]
+        return self.loop.text()
 
     def _algorithm(self, num_bytes: int) -> str:
         algorithm = self.strategy.aggregate.algorithm
@@ -356,10 +414,19 @@ class Engine:
 
     # -- the end of a round -------------------------------------------------------------------------------------------
 
-    def _end_of_backward(self) -> None:
+    def end_of_backward(self) -> None:
         if self._open:
+            passed_forward = self._passed_forward
             self._finish_round(Part.WORKING)
+            if not passed_forward and not self.joining:
+                self._make_up_for_forward()
         self._task = NO_TASK
+
+    def _make_up_for_forward(self) -> None:
+        """The round has not passed the model's own forward: do what that would have done, for this round and the next forward."""
+        self._notice_late_changes()
+        if self.model.training:
+            self._share_buffers()
 
     def _finish_round(self, part: Part) -> Notes:
         """Send what has not left, wait for everything, and give every parameter its combined gradient."""
@@ -448,8 +515,9 @@ class Engine:
         self._take_back(used)
         self._settle(good=not notes.infinite and notes.present > 0)
         self._unused_mean = self._compressing is not None and not notes.infinite
-        for (_, parameter), view in zip(self.dense, self._views, strict=True):
-            parameter.grad = view
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
         self._look_closely |= min(shares, default=1.0) < 1.0 - 0.5 / self.job.world_size  # somebody had none
         if not all(used):
             for (_, parameter), somewhere in zip(self.dense, used, strict=True):
@@ -461,6 +529,7 @@ class Engine:
         if self._finite is not None:
             combined = [*(bucket.gradients for bucket in self.buckets), *(p.grad for _, p in self.sparse if p.grad is not None)]
             self._finite.conclude(self.job, combined)
+        self.loop.rounds += 1
         return notes
 
     def _add_late(self, used: list[bool]) -> None:
@@ -488,9 +557,11 @@ class Engine:
         for bucket in self.buckets:
             bucket.reset()
         self._late.clear()
-        self._open = False
-        self._buffers_saved = False
+        self._open = self._died = False
+        self._left_over = []
+        self._buffers_saved = self._passed_forward = False
         self._part = Part.WORKING
+        self.loop.round_ended()
         self.rounds += 1
         self._sequence += len(self.buckets) * self._numbers_per_bucket
 
@@ -504,9 +575,31 @@ class Engine:
             self._drop_gradients()
             self._finish_round(Part.FAILED)
 
-    def stepped(self) -> None:
-        """The optimizer is about to use the gradients that are there."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to use the gradients that are there."""
+        if self._engaged:
+            if _current_task() != NO_TASK:
+                raise misuse.step_within_backward(optimizer, self.name)
+            self.flush()
+            if self.loop.backwards and self._has_gradients(optimizer):
+                raise misuse.step_without_round(optimizer, self.name, len(self.loop.backwards))
+            if not self._looked:
+                self._notice_late_changes()
+            self._looked = False
+            self.loop.look_for_scaler()
         self._unused_mean = False
+
+    def _has_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether a step would use gradients of this model. Zeros are as good as none: the same on all workers."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"] if self.combines(parameter))
+        return any(parameter.grad is not None and bool((parameter.grad != 0).any()) for parameter in parameters)
+
+    def synchronize(self) -> None:
+        """Combine now what backward passes under no_sync have accumulated, if there is anything. On all workers."""
+        self.flush()
+        if self.loop.backwards and self.synchronising:
+            self._open = True
+            self._finish_round(Part.WORKING)
 
     def _give_up(self) -> None:
         """Some worker's backward failed: nobody has a combined gradient. Those whose own did not fail get to know."""
@@ -538,18 +631,12 @@ class Engine:
         """In a job of one nothing is combined, but what was asked to be checked is."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                self._gradient_hooks.append(when_accumulated(parameter, self._look_alone, name, orphan=self._orphan))
+                self._gradient_hooks[parameter] = when_accumulated(parameter, self._look_alone, name, orphan=self._orphan)
 
     def _look_alone(self, name: str, parameter: Tensor) -> None:
         if self._finite is not None and parameter.grad is not None:
             self._finite.look(name, parameter.grad)
             self._finite.conclude(self.job, [parameter.grad])
-
-
-def _inert_engine() -> Engine:
-    engine = Engine.__new__(Engine)
-    engine.inert = True
-    return engine
 
 
 def _weigh(gradient: Tensor, weight: float) -> None:

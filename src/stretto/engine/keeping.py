@@ -12,6 +12,7 @@ import logging
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from stretto.engine import memory
 from stretto.engine.engine import Engine
@@ -20,7 +21,7 @@ from stretto.errors import ConfigurationError
 log = logging.getLogger("stretto")
 
 
-def keep_with(optimizer: Optimizer, engine: Engine) -> None:
+def keep_with(optimizer: Optimizer, engine: Engine) -> list[RemovableHandle]:
     """From now on `optimizer.state_dict()` holds what the engine's compressions remember, and loading one brings it back."""
 
     def add(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -33,8 +34,7 @@ def keep_with(optimizer: Optimizer, engine: Engine) -> None:
             take_entry(engine, entry)
         return {key: value for key, value in state_dict.items() if key != memory.ENTRY}
 
-    optimizer.register_state_dict_post_hook(add)
-    optimizer.register_load_state_dict_pre_hook(take)
+    return [optimizer.register_state_dict_post_hook(add), optimizer.register_load_state_dict_pre_hook(take)]
 
 
 def _check_form(entry: Any) -> None:

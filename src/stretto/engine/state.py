@@ -1,6 +1,9 @@
-"""Copying a worker's whole training state to the others: parameters, buffers and the optimizer's state.
+"""Copying a worker's whole training state to the others: parameters, buffers and the optimizers' state.
 
 What is not a tensor travels as msgpack, tensors by broadcast; the receiving side builds the same `state_dict` and loads it.
+
+Loading is not enough: `Optimizer.load_state_dict` casts floating-point state to the dtype of its parameter, so float32 moments of
+a bfloat16 parameter would be float32 on the worker that sends them and bfloat16 on all others. `load_exactly` undoes those casts.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch.optim import Optimizer
 
 from stretto.engine.watch import Watch
 from stretto.errors import ConfigurationError
+from stretto.job.membership import ranks_text
 from stretto.session import Job
 
 TENSOR = "__tensor__"
@@ -33,7 +37,7 @@ def copy_tensors(job: Job, tensors: Iterable[Tensor], root: int = 0) -> None:
 
 def copy_by(broadcast: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:
     """The same by a broadcast of the caller's: one that carries a name, say."""
-    for group in _groups(tensors):
+    for group in _groups(map(distinct_elements, tensors)):
         if len(group) == 1:
             broadcast(group[0].data)
         else:
@@ -50,23 +54,36 @@ def copy_buffers(job: Job, watch: Watch, broadcast: Callable[[Tensor], Tensor], 
     """
     statistics = watch.statistics()
     for group in _groups(watch.buffers()):
-        flat = torch.cat([buffer.detach().reshape(-1) for buffer in group])
+        distinct = [distinct_elements(buffer) for buffer in group]
+        flat = torch.cat([part.reshape(-1) for part in distinct])
         broadcast(flat)
         if job.rank != 0:
-            for buffer, part in zip(group, torch.split(flat, [buffer.numel() for buffer in group]), strict=True):
-                _write_buffer(watch, buffer, part.view(buffer.shape), hidden=id(buffer) in statistics, saved=saved)
+            parts = torch.split(flat, [part.numel() for part in distinct])
+            for buffer, shape, part in zip(group, distinct, parts, strict=True):
+                _write_buffer(watch, buffer, part.view(shape.shape), hidden=id(buffer) in statistics, saved=saved)
 
 
 def _write_buffer(watch: Watch, buffer: Tensor, value: Tensor, *, hidden: bool, saved: bool) -> None:
     if hidden:
         buffer.data.copy_(value)
-    elif torch.equal(buffer, value):
+    elif torch.equal(distinct_elements(buffer), value):
         return
     elif saved:
         watch.replace_buffer(buffer, torch.empty_like(buffer).copy_(value))
     else:
         with torch.no_grad():
-            buffer.copy_(value)
+            distinct_elements(buffer).copy_(value)
+
+
+def distinct_elements(tensor: Tensor) -> Tensor:
+    """The tensor, detached, without the repetitions of `expand`: several of its elements would be one place in memory, and cannot
+    be written. It broadcasts back to the tensor's shape."""
+    if tensor.layout is not torch.strided:
+        return tensor.detach()
+    repeats = [size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if not any(repeats):
+        return tensor.detach()
+    return tensor.detach()[tuple(slice(0, 1) if repeated else slice(None) for repeated in repeats)]
 
 
 def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -116,7 +133,41 @@ def copy_optimizer(job: Job, optimizer: Optimizer, root: int = 0) -> None:
     if not mine:
         state = put_together(skeleton, iter(tensors))
         state["param_groups"] = _as_before(optimizer.state_dict()["param_groups"], state["param_groups"])
-        optimizer.load_state_dict(state)
+        load_exactly(optimizer, state)
+
+
+def load_exactly(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(state_dict)`, and then every tensor has the dtype that it has in `state_dict`."""
+    optimizer.load_state_dict(state_dict)
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        if name in state_dict["state"] and parameter in optimizer.state:
+            optimizer.state[parameter] = _without_casts(optimizer.state[parameter], state_dict["state"][name])
+
+
+def _without_casts(loaded: Any, saved: Any) -> Any:
+    """What was loaded; tensors that got another dtype on the way are replaced by the saved ones, on the device they are on."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.detach().to(loaded.device).clone()
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        loaded.update({key: _without_casts(value, saved[key]) for key, value in loaded.items() if key in saved})
+    elif isinstance(loaded, list) and isinstance(saved, list) and len(loaded) == len(saved):
+        loaded[:] = [_without_casts(*pair) for pair in zip(loaded, saved, strict=True)]
+    return loaded
+
+
+def copy_scaler(job: Job, scaler: torch.amp.GradScaler | None, root: int) -> None:
+    """Give every worker's GradScaler the scale of rank `root`'s, and its count towards the next growth. On all workers."""
+    everybody = job.gather_object(None if scaler is None else scaler.state_dict())
+    if scaler is not None and everybody[root]:
+        scaler.load_state_dict(everybody[root])
+    unknown = [rank for rank, state in enumerate(everybody) if state is None]
+    if everybody[root] is not None and unknown:
+        raise ConfigurationError(
+            f"the GradScaler of {ranks_text(unknown)} has not been seen yet, because no step was taken with it there, so it "
+            f"cannot be given the scale of rank {root}.\nGive it to distribute(model, optimizer, scaler=scaler) on all workers."
+        )
 
 
 def _described(optimizer: Optimizer, tensors: list[Tensor]) -> tuple[Any, str]:

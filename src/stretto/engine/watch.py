@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-KIND = attrgetter("dtype", "device")
+KIND = attrgetter("dtype", "device", *(["grad_dtype"] if hasattr(Tensor, "grad_dtype") else []))
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -31,9 +31,10 @@ class Watch:
         self._buffers = [module._buffers for module in modules]
         self._norms = [module for module in modules if isinstance(module, _NormBase)]
         self._tables: list[Any] = [*children, *self._own]
-        self._members_before = self._members()
+        self._members_before = self.members()
         firsts = (next(iter(table.values()), None) for table in self._own)
         self._firsts = [p for p in firsts if p is not None]
+        self._images = [p for table in self._own for p in table.values() if p is not None and p.dim() >= 4]  # or channels-last
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._before, self._closely_before = self._look(), self._look_closely()
 
@@ -60,21 +61,23 @@ class Watch:
                 if buffer is old:
                     table[name] = new
 
-    def _members(self) -> list[nn.Module | Tensor | None]:
+    def members(self) -> list[nn.Module | Tensor | None]:
+        """Every child and parameter that the tables hold now."""
         return [member for table in self._tables for member in table.values()]
 
     def _other_members(self) -> bool:
-        now, before = self._members(), self._members_before
+        now, before = self.members(), self._members_before
         return len(now) != len(before) or not all(map(is_, now, before))
 
     def _look(self) -> tuple[Any, ...]:
         """While the members are the same."""
         return (
             list(map(KIND, self._firsts)),  # what converts a module converts all of it
+            list(map(Tensor.stride, self._images)),  # what makes a module channels-last changes these alone
             any(self._empty),
             any(p.requires_grad for p in self._frozen),
         )
 
     def _look_closely(self) -> list[Any]:
         parameters = [p for table in self._own for p in table.values() if p is not None]
-        return [(p.requires_grad, p.dtype, p.device) for p in parameters]
+        return [(p.requires_grad, p.stride(), *KIND(p)) for p in parameters]

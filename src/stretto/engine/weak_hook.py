@@ -40,7 +40,15 @@ def weakly(
         elif gone is not None:
             gone(tensor)
 
+    hook.owner = owner  # type: ignore[attr-defined]
     return hook
+
+
+def owners(parameter: Tensor) -> list[Any]:
+    """Those whose methods are called with every gradient of this parameter."""
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    found = (hook.owner() for hook in hooks.values() if hasattr(hook, "owner"))
+    return [owner for owner in found if owner is not None]
 
 
 def when_accumulated(parameter: Tensor, method: Callable[..., None], *arguments: int | str, orphan: Orphan) -> RemovableHandle:

@@ -7,23 +7,29 @@ then still under way is a `wait` span behind it. A backward that raises leaves n
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from stretto.observe.trace import Tracer
+from stretto.tensors_in import tensors_in
 
 
-def trace_compute(tracer: Tracer, model: nn.Module, optimizer: Optimizer) -> None:
-    """Set the hooks. Before the engine's, so that their callbacks at the end of backward come first."""
+def trace_compute(tracer: Tracer, model: nn.Module, optimizers: Sequence[Optimizer]) -> list[RemovableHandle]:
+    """Set the hooks, first in line: their callback at the end of backward comes before the engine's."""
     passes = _Passes(tracer, type(model).__name__)
-    model.register_forward_pre_hook(passes.forward_begins)
-    model.register_forward_hook(passes.forward_ends)
-    optimizer.register_step_pre_hook(passes.update_begins)
-    optimizer.register_step_post_hook(passes.update_ends)
+    handles = [
+        model.register_forward_pre_hook(passes.forward_begins, prepend=True),
+        model.register_forward_hook(passes.forward_ends, prepend=True),
+    ]
+    for optimizer in optimizers:
+        handles.append(optimizer.register_step_pre_hook(passes.update_begins))
+        handles.append(optimizer.register_step_post_hook(passes.update_ends))
+    return handles
 
 
 class _Passes:
@@ -34,13 +40,6 @@ class _Passes:
         self._forward_ns: list[int] = []  # a stack: a model may call itself
         self._backward_ns: int | None = None
         self._update_ns = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Passes:
-        """A copy of the model draws into the same trace, with a state of its own."""
-        return _Passes(self._tracer, self._name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Passes, (Tracer(limit=0), self._name)  # in another process or time: nobody looks at it
 
     def forward_begins(self, module: nn.Module, arguments: Any) -> None:
         self._thread = threading.get_ident()
@@ -70,18 +69,3 @@ class _Passes:
 
     def update_ends(self, *_: Any) -> None:
         self._tracer.span("update", "update", self._update_ns)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in what a model returns: alone, or in dicts, lists, tuples and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name))

@@ -1,0 +1,40 @@
+"""Learning how a backward pass ends: well, or in an exception.
+
+autograd calls what was queued in a backward when that backward has ended well. When it ends in an exception autograd says
+nothing, but drops what was queued; an object that notices its own end without having been called therefore tells of a failure,
+at once and in the thread that failed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+
+class Waiting(Protocol):
+    def end_of_backward(self) -> None:
+        """The backward has ended well."""
+
+    def backward_died(self, number: int) -> None:
+        """The backward that was waited for under this number has failed. An exception is in flight: not to communicate here."""
+
+
+class EndOfBackward:
+    """Tells `waiting`, which it holds weakly: autograd's own references are beyond the garbage collector's sight."""
+
+    def __init__(self, waiting: Waiting, number: int) -> None:
+        self._waiting: weakref.ref[Any] = weakref.ref(waiting)
+        self._number = number
+        self._called = False
+        torch.autograd.Variable._execution_engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        self._called = True
+        if (waiting := self._waiting()) is not None:
+            waiting.end_of_backward()
+
+    def __del__(self) -> None:
+        if not self._called and (waiting := self._waiting()) is not None:
+            waiting.backward_died(self._number)

@@ -1,0 +1,110 @@
+"""What the training loops of all workers must agree on, beside the gradients themselves.
+
+Workers stay equal only if they all use the combined gradients in the same way. What can be seen of that is written into a short
+text that rides in the label of each round's last collective. Where the texts differ, all workers raise `RankMismatch`, which
+shows them, before anybody takes another step:
+
+    learning rates    of the optimizers that were given to distribute(), as they are now
+    steps             which optimizers have stepped since the last round: a worker that caught an exception and took no step, or
+                      one more, has other parameters now
+    rounds            how many rounds have given this worker gradients: one that lost a round to an exception, when the others
+                      did not, has missed a step too
+    scale             of the loop's GradScaler, and its count towards the next growth: with different scales the mean is a mean
+                      of differently scaled gradients
+
+Nothing is compared under `join`: there workers that have run out do not step, and all become equal at its end.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+MOST_FRAMES = 8  # from GradScaler.step to the hook that looks for it there are 3 to 5
+_SCALER_STEPS = (torch.amp.GradScaler.step.__code__, torch.amp.GradScaler._maybe_opt_step.__code__)
+
+
+class LoopState:
+    """One engine's record of its training loop."""
+
+    def __init__(self, optimizers: tuple[Optimizer, ...], scaler: torch.amp.GradScaler | None) -> None:
+        self.optimizers = optimizers  # those given to distribute()
+        self.scaler = scaler
+        self.rounds = 0  # that have given this worker gradients, since all workers were made equal
+        self.backwards: set[int] = set()  # under no_sync since the last round, by autograd's number
+        self.others: WeakSet[Optimizer] = WeakSet()  # that step the model's parameters and were not given to distribute()
+        self._steps: list[list[Any]] = []  # [name of the optimizer, how often in a row] since the last round
+        self._scale: tuple[float, int] | None = None  # as read when the optimizer stepped last
+
+    def text(self) -> str:
+        """What must be the same on all workers when a round ends."""
+        steps = ", ".join(name if times == 1 else f"{times} times {name}" for name, times in self._steps)
+        parts = [
+            f"learning rates {self.learning_rates()}",
+            f"{self.rounds} rounds before it",
+            f"since then a step of {steps}" if steps else "no step since then",
+        ]
+        if (scale := self.scale()) is not None:
+            parts.append(f"a loss scale of {scale[0]:g} for {scale[1]} steps")
+        return f" with {', '.join(parts)}"
+
+    def learning_rates(self) -> list[float | None]:
+        """Those in the groups of the given optimizers. Not those on an accelerator: reading one would wait for it."""
+        rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups if "lr" in group]
+        return [None if isinstance(rate, Tensor) and rate.device.type != "cpu" else float(rate) for rate in rates]
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        if self._steps and self._steps[-1][0] == name:
+            self._steps[-1][1] += 1
+        else:
+            self._steps.append([name, 1])
+
+    def round_ended(self) -> None:
+        self._steps.clear()
+        self.backwards.clear()
+
+    def begin_anew(self) -> None:
+        """All workers have been made equal: what they did before no longer matters."""
+        self.rounds = 0
+        self.round_ended()
+
+    # -- the scaler ---------------------------------------------------------------------------------------------------
+
+    def look_for_scaler(self) -> None:
+        """In the hook before a step: remember the GradScaler whose `step` leads here, and its scale.
+
+        An optimizer does not know its scaler, so this looks at who calls. On an accelerator this is also the one moment at which
+        reading the scale does not wait, because the scaler itself has just waited for its verdict.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        for _ in range(MOST_FRAMES):
+            if frame is None:
+                return
+            if frame.f_code in _SCALER_STEPS:
+                self.scaler = frame.f_locals["self"]
+                self._scale = _scale_of(self.scaler)
+                return
+            frame = frame.f_back
+
+    def scale(self) -> tuple[float, int] | None:
+        """The scale and for how many steps it has been good; on an accelerator, as they were at the last step."""
+        scaler = self.scaler
+        if scaler is None or not scaler.is_enabled():
+            return None
+        on_cpu = isinstance(scaler._scale, Tensor) and scaler._scale.device.type == "cpu"
+        return _scale_of(scaler) if on_cpu else self._scale
+
+
+def _scale_of(scaler: Any) -> tuple[float, int] | None:
+    if not isinstance(scaler._scale, Tensor) or not isinstance(scaler._growth_tracker, Tensor):
+        return None  # it has not been used yet
+    return float(scaler._scale), int(scaler._growth_tracker)

@@ -1,0 +1,49 @@
+"""What the engine refuses in the middle of training: each with what was done, why it cannot work, and what to write instead."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from stretto.compress.codec import Compression
+from stretto.errors import ConfigurationError
+
+
+def second_mean(compress: Compression) -> ConfigurationError:
+    return ConfigurationError(
+        f"a second backward before optimizer.step(), with compress={compress!r}: p.grad already holds the "
+        f"mean over all workers, and what is on top of it would be compressed together with it, again.\n"
+        f"Put all but the last backward into `with stretto.no_sync(model):`, or call optimizer.zero_grad() (with "
+        f"set_to_none=True, the default) before the next one if this step is to be left out. (Re-entrant checkpointing "
+        f"of the whole model makes a backward of each of its segments: use checkpoint(..., use_reentrant=False).)"
+    )
+
+
+def left_over(model: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"a backward of {model} ended in an exception, and what it left in p.grad is still there: the next backward would add to "
+        f"a part of a gradient.\nCall optimizer.zero_grad() before going on with the next batch."
+    )
+
+
+def step_within_backward(optimizer: Optimizer, model: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(optimizer).__name__}.step() within backward, in a hook of a parameter of {model}: its gradient is this worker's "
+        f"own until backward has ended, so workers would drift apart.\nCall optimizer.step() after loss.backward()."
+    )
+
+
+def step_without_round(optimizer: Optimizer, model: str, num_backwards: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(optimizer).__name__}.step() after {num_backwards} backward passes of {model}, all of them under no_sync: their "
+        f"gradients are this worker's own, so workers would drift apart.\n"
+        f"Leave the last backward before a step outside no_sync; or, where it cannot be known which is the last, call "
+        f"stretto.synchronize(model) before the step."
+    )
+
+
+def unknown_optimizer_in_join(optimizer: Optimizer, model: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(optimizer).__name__} steps parameters of {model} inside join and was not given to distribute(): its state could "
+        f"not be made equal on all workers at the end.\n"
+        f"Give all of them: stretto.distribute(model, (optimizer, other), strategy)."
+    )

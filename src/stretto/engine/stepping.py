@@ -1,0 +1,128 @@
+"""What happens around `optimizer.step()`.
+
+Every optimizer that steps parameters of a distributed model passes here: those given to `distribute` by hooks of their own,
+others (made later, or inside another optimizer) by torch's hooks for all optimizers. Before a step the engine closes what is
+open and refuses gradients that are not combined; after it the step is noted for the next round's label (`loop_state.py`).
+
+The hooks for all optimizers are set once for the process and stay: they keep no state, and find the engine of a parameter by the
+hook that it has on the parameter. (Taking them off again would change torch's table while another thread steps.)
+
+Optimizers that decide by the value of the loss, LBFGS with its line search first of all, would decide differently on workers
+whose losses differ. They get the mean loss over all workers from a closure around the user's; torch's other optimizers only hand
+the loss back, and their closures stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
+
+from stretto.collectives.plan import Kind
+from stretto.engine.admission import check_optimizer
+from stretto.engine.misuse import unknown_optimizer_in_join
+from stretto.engine.weak_hook import owners
+from stretto.session import Job
+
+if TYPE_CHECKING:
+    from stretto.engine.engine import Engine
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Given:
+    """The hooks on one optimizer that was given to `distribute`, which holds the engine by them."""
+
+    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        self._engine = engine
+        self._checked = num_parameters(optimizer)
+
+    @classmethod
+    def hook(cls, engine: Engine, optimizer: Optimizer) -> list[RemovableHandle]:
+        given = cls(engine, optimizer)
+        return [optimizer.register_step_pre_hook(given.before), optimizer.register_step_post_hook(given.after)]
+
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        self._engine.before_step(optimizer)
+        if self._checked != num_parameters(optimizer):
+            check_optimizer(self._engine.model, optimizer)
+            self._checked = num_parameters(optimizer)
+        return with_mean_loss(self._engine.job, optimizer, args, kwargs)
+
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
+        self._engine.loop.stepped(optimizer)
+
+
+def watch_all_optimizers() -> None:
+    """Set the hooks for optimizers that nobody has given to `distribute`, if they are not set."""
+    if before_any not in torch_optimizer._global_optimizer_pre_hooks.values():
+        torch_optimizer.register_optimizer_step_pre_hook(before_any)
+        torch_optimizer.register_optimizer_step_post_hook(after_any)
+
+
+def before_any(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    engines = engines_of_another(optimizer)
+    for engine in engines:
+        if engine.joining:
+            raise unknown_optimizer_in_join(optimizer, engine.name)
+        engine.before_step(optimizer)
+        engine.loop.others.add(optimizer)
+    return with_mean_loss(engines[0].job, optimizer, args, kwargs) if engines else None
+
+
+def after_any(optimizer: Optimizer, *_: Any) -> None:
+    for engine in engines_of_another(optimizer):
+        engine.loop.stepped(optimizer)
+
+
+def engines_of_another(optimizer: Optimizer) -> list[Engine]:
+    """The engines of the parameters of an optimizer that has no hooks of its own."""
+    if any(isinstance(getattr(hook, "__self__", None), Given) for hook in optimizer._optimizer_step_pre_hooks.values()):
+        return []
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return list(dict.fromkeys(engine for parameter in parameters for engine in owners(parameter)))
+
+
+def num_parameters(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+# -- optimizers that decide by the loss -------------------------------------------------------------------------------
+
+
+def decides_by_loss(optimizer: Optimizer) -> bool:
+    """Whether what the closure returns may decide what the step does: unknown optimizers might, most of torch's do not."""
+    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def with_mean_loss(job: Job, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """The arguments of `step` with a closure that gives the mean loss; None if they may stay as they are."""
+    if job.world_size == 1 or not decides_by_loss(optimizer):
+        return None
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _mean_of(kwargs["closure"], job, optimizer)}
+    if len(args) > 1 and callable(args[1]):  # args[0] is the optimizer itself
+        return (args[0], _mean_of(args[1], job, optimizer), *args[2:]), kwargs
+    return None
+
+
+def _mean_of(closure: Callable[[], Any], job: Job, optimizer: Optimizer) -> Callable[[], Any]:
+    what = f" of the loss that {type(optimizer).__name__} decides by"
+
+    def mean_loss() -> Any:
+        loss = closure()
+        if loss is None:
+            return None
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        weighted = torch.tensor([value * job.weight, job.weight], dtype=torch.float64, device="cpu")
+        job.run(Kind.ALL_REDUCE, weighted, "ring", label=what)
+        total, weight = weighted.tolist()
+        mean = total / weight if weight else float("nan")
+        return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
+
+    return mean_loss
