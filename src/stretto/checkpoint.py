@@ -86,6 +86,11 @@ def save(
     are not saved.
     """
     engine = _engine(model, optimizer, job)
+    if engine.loop.others and engine.job.rank == 0:
+        log.warning(
+            "save(%r): %s has stepped this model's parameters too, and its state is not saved. Give all of them to distribute() "
+            "and save(): (optimizer, other).", str(path), _names(list(engine.loop.others)),
+        )  # fmt: skip
     mine = _all_succeed(engine.job, f"save({str(path)!r})", lambda: _of_this_worker(engine, sampler))
     everybody = engine.job.gather_object(mine)
     for rank, own in enumerate(_collect_own(engine)):

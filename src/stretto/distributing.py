@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from stretto.api import current_job
-from stretto.engine.admission import check, check_compression, check_model, check_world, wrappings
+from stretto.engine.admission import check, check_compression, check_model, check_world, warn_of_lost_gradients, wrappings
 from stretto.engine.agreement import admit, agree
 from stretto.engine.engine import Engine
 from stretto.engine.keeping import keep_with
@@ -78,6 +78,8 @@ def distribute(
             share_optimizer(job, each)
         if chosen.aggregate.algorithm == "auto":
             job.choose(0, "distribute()")
+    if job.rank == 0:
+        warn_of_lost_gradients(model, chosen.compress)
     former = find_engine(model)
     if former is not None:
         release(model)

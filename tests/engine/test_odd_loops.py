@@ -10,8 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.worker import RING, assert_equal_everywhere, data, gradients_of, mlp, rounds, seeded, start, state_of
+from stretto.compress.codec import Compression
 from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.int8 import Int8
+from stretto.compress.power_sgd import PowerSGD
 from stretto.compress.sign import Sign
+from stretto.compress.top_k import TopK
 from stretto.distributing import distribute, engine_of, join, no_sync, release, synchronize, weight
 from stretto.errors import ConfigurationError, RankMismatch
 from stretto.plan.choose import Choices
@@ -539,3 +543,39 @@ def test_a_model_compiled_after_distribute_as_one_graph(backend: str) -> None:
 
     job_lock = threading.Lock()
     assert_equal_everywhere(run_jobs(SIZE, program))
+
+
+# -- U12: codecs that lose gradients for good -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "warns"),
+    [
+        (PowerSGD(2, min_rate=0.0), True),
+        (TopK(0.1), True),
+        (Sign(vote=True), False),
+        (ErrorFeedback(TopK(0.1)), False),
+        (Int8(), False),
+    ],
+    ids=repr,
+)
+def test_a_codec_that_needs_error_feedback_and_has_none_is_warned_about_once(
+    codec: Compression, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(job: Job) -> None:
+        job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
+        start(job, mlp().float(), Strategy(compress=codec))
+
+    run_jobs(SIZE, program)
+    said = [record.message for record in caplog.records if "is lost for good" in record.message]
+    assert [f"Write ErrorFeedback({codec!r})" in message for message in said] == [True] * warns
+
+
+def test_what_has_no_memory_is_refused_with_its_name() -> None:
+    def program(job: Job) -> None:
+        model = mlp()
+        model.register_buffer("mask", torch.empty(3, device="meta"))
+        with pytest.raises(ConfigurationError, match=r"mask of Sequential is on the meta device(.|\n)*to_empty"):
+            start(job, model)
+
+    run_jobs(SIZE, program)

@@ -48,6 +48,7 @@ class Compression(ABC):
     no_abstention: ClassVar[str | None] = None  # why a worker without data cannot leave its say to the others, if so
     no_residual: ClassVar[str | None] = None  # why what it says and what it is given cannot be compared, if so
     no_contraction: ClassVar[str | None] = None  # why what it leaves unsaid may grow from round to round, if so
+    wants_feedback: ClassVar[bool] = False  # what it leaves out is much and always the same side: lost for good, by itself
     hands_out: ClassVar[Literal["mean", "direction"]] = "mean"  # a direction does not grow with the gradients, nor with weights
     flat_kinds: ClassVar[frozenset[str]] = frozenset()  # of its state: the kinds that are vectors as long as the bucket
 

@@ -41,6 +41,7 @@ class OneBit(Codec):
     """Two means per row of each tensor; nothing to choose."""
 
     splits: ClassVar[bool] = True
+    wants_feedback: ClassVar[bool] = True
 
     def blocks(self, layout: Layout) -> Blocks:
         return layout.cut(row_length)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class PowerSGD(Compression):
 
     rank: int = 4
     min_rate: float = 2.0
+    wants_feedback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:

@@ -63,6 +63,10 @@ class RandomK(Codec):
         return self.scaled
 
     @property
+    def wants_feedback(self) -> bool:  # type: ignore[override]
+        return not self.scaled
+
+    @property
     def no_residual(self) -> str | None:  # type: ignore[override]
         return "scaled values are n/k times too large one by one, and what is left over would grow" if self.scaled else None
 

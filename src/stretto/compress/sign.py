@@ -48,6 +48,10 @@ class Sign(Codec):
     vote: bool = False
     splits: ClassVar[bool] = True
 
+    @property
+    def wants_feedback(self) -> bool:  # type: ignore[override]  # a vote is a method of its own
+        return not self.vote
+
     def __post_init__(self) -> None:
         if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
             raise ConfigurationError(

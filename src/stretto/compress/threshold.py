@@ -14,7 +14,7 @@ Reference:  Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Threshold(Codec):
     """`value`: the least magnitude that is sent; it is compared in float32."""
 
     value: float
+    wants_feedback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", _checked(self.value))

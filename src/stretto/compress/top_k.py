@@ -18,6 +18,7 @@ References: Aji and Heafield, "Sparse Communication for Distributed Gradient Des
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class TopK(Codec):
     """`fraction`: the share of every tensor's elements that are sent, above 0 and up to 1."""
 
     fraction: float
+    wants_feedback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fraction", sparse_format.checked_fraction("TopK", self.fraction))

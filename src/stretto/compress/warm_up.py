@@ -64,6 +64,10 @@ class WarmUp(Compression):
         return self.codec.optimizer_hint
 
     @property
+    def wants_feedback(self) -> bool:  # type: ignore[override]
+        return self.codec.wants_feedback
+
+    @property
     def remembers(self) -> bool:  # type: ignore[override]
         return self.codec.remembers or self.before.remembers
 
