@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from stretto.collectives.reduction import dtype_code
+from stretto.engine.other_trainers import refuse_averaging_optimizer, refuse_other_trainers
 from stretto.errors import ConfigurationError
 from stretto.session import Job
 from stretto.strategy import Strategy
@@ -44,6 +45,8 @@ def check(
 
 def check_model(model: nn.Module, optimizer: Optimizer, job: Job) -> None:
     """Whether this model can be trained with this optimizer here."""
+    refuse_other_trainers(model)
+    refuse_averaging_optimizer(optimizer)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigurationError(

@@ -43,6 +43,7 @@ from stretto.engine import memory
 from stretto.engine.bucket import Bucket, Notes, make_buckets, refuse_graph
 from stretto.engine.compressing import Compressing
 from stretto.engine.finite import FiniteCheck
+from stretto.engine.other_trainers import refuse_other_trainers, refuse_wrapper_around
 from stretto.engine.sparse import exchange_sparse, sparse_parameters
 from stretto.engine.state import copy_buffers, copy_by
 from stretto.engine.watch import Watch
@@ -185,6 +186,7 @@ class Engine:
         closely, self._look_closely = self._look_closely, False
         if not self._watch.changed(closely=closely):
             return
+        refuse_other_trainers(self.model)
         known = self._known
         take_off(self._gradient_hooks)
         self._gradient_hooks.clear()
@@ -220,6 +222,7 @@ class Engine:
             return
         if not (module.training or torch.is_grad_enabled()):
             return
+        refuse_wrapper_around(module)
         self.flush()
         self._notice_changes()
         if module.training and torch.is_grad_enabled() and self._shares_buffers:
