@@ -10,7 +10,6 @@ Signatures are those written in this repository: what a class inherits from torc
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import json
@@ -208,17 +207,8 @@ def as_markdown(paragraph: str) -> str:
     """Prose on one line; examples and tables as they are."""
     lines = paragraph.splitlines()
     if any(each.startswith((" ", ">>> ", "===")) for each in lines):
-        shown = textwrap.dedent(paragraph)
-        return f"```{'python' if _is_python(shown) else ''}\n{shown}\n```"
+        return f"```\n{textwrap.dedent(paragraph)}\n```"  # not marked as Python: then it would have to be formatted as such
     return " ".join(lines)
-
-
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except SyntaxError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.worker import RING, data, mlp
@@ -24,7 +26,7 @@ from stretto.testing import run_jobs
 @pytest.fixture
 def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -65,12 +67,13 @@ def with_a_distributed_tensor() -> nn.Module:
     from torch.distributed.tensor import distribute_tensor
 
     model = mlp()
-    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh()))
+    first = model.get_submodule("0")
+    first.weight = nn.Parameter(distribute_tensor(first.get_parameter("weight").detach(), mesh()))
     return model
 
 
-def mesh() -> dist.device_mesh.DeviceMesh:
-    return dist.init_device_mesh("cpu", (1,))
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (1,))
 
 
 COMBINED = "combines gradients itself, through torch.distributed.*\n.*plain model, without that wrapper.*docs/libraries.md"
