@@ -88,7 +88,8 @@ class Preloaded:
 
     def __init__(self) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
-        environ = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+        path = [str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
         command = [sys.executable, "-c", FORKS]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
 

@@ -6,6 +6,7 @@ A snippet is executed when an HTML comment on the line before its fence says so 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from _pytest.mark import ParameterSet
 
 from preloaded import Preloaded
 from stretto import cli
@@ -28,17 +30,37 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 SNIPPET_S = 200
 TRIES = 3
+IN_THE_LAB = "run: root"
 FENCE = re.compile(
     r"(?:<!-- (?P<mark>(?:run|file)[^>]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
+DETAIL = r"(?:\d+|root|fails|needs \w+)"
+MARK = re.compile(rf"|run(?:: {DETAIL}(?:, {DETAIL})*)?|file: \S+")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 @dataclass(frozen=True)
 class Snippet:
-    mark: str  # "", "run", "run: 2", "run: fails", "run: root", "file: name.py"
+    mark: str  # "", "run", "run: 2", "run: fails", "run: root", "run: 2, needs lightning", "file: name.py"
     language: str
     text: str
+
+    @property
+    def details(self) -> list[str]:
+        return self.mark.partition(": ")[2].split(", ")
+
+    @property
+    def needs(self) -> str | None:
+        """The package without which it cannot run."""
+        return next((detail.removeprefix("needs ") for detail in self.details if detail.startswith("needs ")), None)
+
+    @property
+    def runs_everywhere(self) -> bool:
+        return self.mark.startswith("run") and self.mark != IN_THE_LAB and self.needs is None
+
+    @property
+    def is_file(self) -> bool:
+        return self.mark.startswith("file: ")
 
 
 def snippets(page: Path) -> list[Snippet]:
@@ -49,15 +71,19 @@ def snippets(page: Path) -> list[Snippet]:
 # ---------------------------------------------------------------- running
 
 
-IN_THE_LAB = "run: root"
-
-
 def pages_that_run() -> list[Path]:
-    return [page for page in PAGES if any(snippet.mark not in ("", IN_THE_LAB) for snippet in snippets(page))]
+    return [page for page in PAGES if any(snippet.runs_everywhere for snippet in snippets(page))]
 
 
 def pages_that_run_in_the_lab() -> list[Path]:
     return [page for page in PAGES if any(snippet.mark == IN_THE_LAB for snippet in snippets(page))]
+
+
+def pages_that_need_a_library() -> list[ParameterSet]:
+    pairs = sorted({(page, snippet.needs) for page in PAGES for snippet in snippets(page) if snippet.needs is not None})
+    missing = {library for _, library in pairs if importlib.util.find_spec(library) is None}
+    skip = {library: [pytest.mark.skip(reason=f"not installed: {library}")] for library in missing}
+    return [pytest.param(page, library, id=f"{page.name}-{library}", marks=skip.get(library, ())) for page, library in pairs]
 
 
 def environment() -> dict[str, str]:
@@ -69,22 +95,22 @@ def environment() -> dict[str, str]:
 
 
 def execute(snippet: Snippet, folder: Path, preloaded: Preloaded) -> None:
-    kind, _, detail = snippet.mark.partition(": ")
-    if kind == "file":
-        (folder / detail).write_text(snippet.text)
-    elif detail.isdigit():  # as under `stretto run -n 2`, which the snippets of the console prove, and quicker
+    workers = next((int(detail) for detail in snippet.details if detail.isdigit()), 0)
+    if snippet.is_file:
+        (folder / snippet.details[0]).write_text(snippet.text)
+    elif workers:  # as under `stretto run -n 2`, which the snippets of the console prove, and quicker
         assert snippet.language == "python", "only python runs in several workers without a command that says so"
         (folder / "snippet.py").write_text(snippet.text)
-        done = preloaded.run(folder / "snippet.py", folder=folder, workers=int(detail), timeout_s=SNIPPET_S)
-        assert done.returncode == 0, f"{snippet.text}\nin {detail} workers ended with\n{done.stdout}{done.stderr}"
+        done = preloaded.run(folder / "snippet.py", folder=folder, workers=workers, timeout_s=SNIPPET_S)
+        assert done.returncode == 0, f"{snippet.text}\nin {workers} workers ended with\n{done.stdout}{done.stderr}"
     elif snippet.language == "python":
         (folder / "snippet.py").write_text(snippet.text)
-        launcher = [] if detail == "root" else ["-m", "stretto", "run"]
+        launcher = [] if snippet.mark == IN_THE_LAB else ["-m", "stretto", "run"]
         run([sys.executable, *launcher, "snippet.py"], folder, fails=False)
     else:
         assert snippet.language in ("console", "bash"), f"a snippet in {snippet.language!r} cannot be run"
         for command, shown in commands(snippet):
-            check_printed(command, shown, folder, fails=detail == "fails")
+            check_printed(command, shown, folder, fails="fails" in snippet.details)
 
 
 def check_printed(command: str, shown: list[str], folder: Path, *, fails: bool) -> None:
@@ -125,7 +151,18 @@ def run(command: list[str], folder: Path, *, fails: bool) -> str:
 @pytest.mark.parametrize("page", pages_that_run(), ids=lambda page: page.name)
 def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, preloaded: Preloaded) -> None:
     for snippet in snippets(page):
-        if snippet.mark not in ("", IN_THE_LAB):
+        if snippet.is_file or snippet.runs_everywhere:
+            execute(snippet, tmp_path, preloaded)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("page", "library"), pages_that_need_a_library())
+def test_the_snippets_that_need_a_library_run_where_it_is_installed(
+    page: Path, library: str, tmp_path: Path, preloaded: Preloaded
+) -> None:
+    for snippet in snippets(page):
+        if snippet.is_file or snippet.needs == library:
             execute(snippet, tmp_path, preloaded)
 
 
@@ -138,7 +175,7 @@ def test_the_snippets_that_need_the_lab_run_where_it_does(page: Path, tmp_path: 
     if problem is not None:
         pytest.skip(problem)
     for snippet in snippets(page):
-        if snippet.mark == IN_THE_LAB or snippet.mark.startswith("file: "):
+        if snippet.is_file or snippet.mark == IN_THE_LAB:
             execute(snippet, tmp_path, preloaded)
 
 
@@ -152,6 +189,12 @@ def test_a_page_that_shows_another_output_or_does_not_run_is_found_out(tmp_path:
     with pytest.raises(AssertionError, match="AssertionError: fails on rank 1"):
         execute(fails, tmp_path, preloaded)
     execute(Snippet("run", "console", "$ echo 4 apples\n5 apples\n...\n"), tmp_path, preloaded)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_comment_before_a_snippet_is_one_of_those_that_are_listed(page: Path) -> None:
+    for snippet in snippets(page):
+        assert MARK.fullmatch(snippet.mark), f"{page.name}: <!-- {snippet.mark} --> means nothing; see CONTRIBUTING.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -250,6 +293,11 @@ def test_an_option_that_does_not_exist_is_found_out() -> None:
     assert unknown_option(["run", "-n", "2", "x.py", "--turbo"], known) is None
     assert unknown_option(["bench", "allreduce", "--sizes", "4K", "--fast"], known) == "--fast"
     assert command_lines("```console\n$ stretto run --turbo x.py\n```") == [["run", "--turbo", "x.py"]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_nobody_is_told_to_install_stretto_from_an_index_that_does_not_have_it(page: Path) -> None:
+    assert not re.search(r"pip install [^`\n]*\bstretto\b", page.read_text())
 
 
 def test_the_measured_rows_of_the_readme_are_those_of_the_committed_results() -> None:

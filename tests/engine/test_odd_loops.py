@@ -256,6 +256,31 @@ def test_a_step_with_gradients_that_nobody_combined_is_refused() -> None:
         torch.testing.assert_close(everybody[0][name], p.detach() - 0.1 * p.grad)  # type: ignore[operator]
 
 
+def test_a_step_whose_closure_combines_what_was_accumulated_is_taken() -> None:
+    """As Lightning does: the last backward of an accumulation runs inside the step."""
+
+    def program(job: Job, synchronised: bool) -> dict[str, Tensor]:
+        model = mlp()
+        optimizer = start(job, model)
+
+        def closure() -> float:
+            if synchronised:
+                torch.autograd.backward(loss_of(model, job, 1))
+            return 0.0
+
+        with no_sync(model):
+            torch.autograd.backward(loss_of(model, job))
+        if not synchronised:
+            with pytest.raises(ConfigurationError, match="all of them under no_sync"):
+                optimizer.step(closure)
+            optimizer.zero_grad()
+        optimizer.step(closure)
+        return state_of(model)
+
+    for synchronised in (True, False):
+        assert_equal_everywhere(run_jobs(SIZE, program, synchronised))
+
+
 def test_a_step_within_backward_is_refused() -> None:
     """Each parameter's own optimizer, stepped as its gradient comes, would step with this worker's gradient."""
 
@@ -541,6 +566,7 @@ def test_a_model_compiled_after_distribute_as_one_graph(backend: str) -> None:
         assert rounds(compiled) == 3
         return state_of(model)
 
+    torch.compile(nn.Linear(1, 1), backend=backend)(torch.ones(1, 1))  # what torch starts on the way is not a rank's
     job_lock = threading.Lock()
     assert_equal_everywhere(run_jobs(SIZE, program))
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from stretto.collectives.reduction import dtype_code
 from stretto.compress.codec import Compression
+from stretto.engine.other_trainers import refuse_averaging_optimizer, refuse_other_trainers
 from stretto.errors import ConfigurationError
 from stretto.session import Job
 from stretto.strategy import Strategy
@@ -53,6 +54,9 @@ def check(
 
 def check_model(model: nn.Module, optimizers: Sequence[Optimizer], job: Job) -> None:
     """Whether this model can be trained with these optimizers here."""
+    refuse_other_trainers(model)
+    for optimizer in optimizers:
+        refuse_averaging_optimizer(optimizer)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigurationError(

@@ -51,6 +51,7 @@ from stretto.engine.finite import FiniteCheck
 from stretto.engine.late import combine_late
 from stretto.engine.loop_state import LoopState
 from stretto.engine.only_traced import are_others, in_functional_call, is_only_traced
+from stretto.engine.other_trainers import refuse_other_trainers, refuse_wrapper_around
 from stretto.engine.sparse import exchange_sparse, sparse_parameters
 from stretto.engine.state import copy_buffers, copy_by
 from stretto.engine.stepping import Given, watch_all_optimizers
@@ -186,10 +187,11 @@ class Engine:
         return next((bucket.state.rounds for bucket in self.buckets if bucket.state is not None), 0)
 
     def _set_gradient_hooks(self) -> None:
-        last = {p for p, large in zip(self.closing.parameters, self.closing.large, strict=True) if not large}
+        last = [p for p, large in zip(self.closing.parameters, self.closing.large, strict=True) if not large]
+        waits = set(last)
         self._gradient_hooks = {}
         for number, (_, parameter) in enumerate(self.dense):
-            if parameter not in last:
+            if parameter not in waits:
                 hook = when_accumulated(parameter, self._on_gradient, number, orphan=self._orphan)
                 self._gradient_hooks[parameter] = hook
         for parameter in (*last, *(parameter for _, parameter in self.sparse)):
@@ -204,6 +206,7 @@ class Engine:
             return []
         if are_others(self._watch.members()):
             return None
+        refuse_other_trainers(self.model)
         self._looked, self._look_closely = True, False
         known, placed = self._known, self._gradient_hooks
         take_off(placed.values())
@@ -250,6 +253,7 @@ class Engine:
             return
         if not (module.training or torch.is_grad_enabled()):
             return
+        refuse_wrapper_around(module)
         self.flush()
         if self._notice_changes() is None:
             return

@@ -7,14 +7,14 @@ open and refuses gradients that are not combined; after it the step is noted for
 The hooks for all optimizers are set once for the process and stay: they keep no state, and find the engine of a parameter by the
 hook that it has on the parameter. (Taking them off again would change torch's table while another thread steps.)
 
+A step that is given a closure makes its gradients itself, by calling it, so everything waits until the closure has run.
 Optimizers that decide by the value of the loss, LBFGS with its line search first of all, would decide differently on workers
-whose losses differ. They get the mean loss over all workers from a closure around the user's; torch's other optimizers only hand
-the loss back, and their closures stay as they are.
+whose losses differ: they get the mean loss over all workers. torch's other optimizers only hand the loss back, as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,11 +48,10 @@ class Given:
         return [optimizer.register_step_pre_hook(given.before), optimizer.register_step_post_hook(given.after)]
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        self._engine.before_step(optimizer)
         if self._checked != num_parameters(optimizer):
             check_optimizer(self._engine.model, optimizer)
             self._checked = num_parameters(optimizer)
-        return with_mean_loss(self._engine.job, optimizer, args, kwargs)
+        return prepare([self._engine], optimizer, args, kwargs)
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
         self._engine.loop.stepped(optimizer)
@@ -70,9 +69,8 @@ def before_any(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
     for engine in engines:
         if engine.joining:
             raise unknown_optimizer_in_join(optimizer, engine.name)
-        engine.before_step(optimizer)
         engine.loop.others.add(optimizer)
-    return with_mean_loss(engines[0].job, optimizer, args, kwargs) if engines else None
+    return prepare(engines, optimizer, args, kwargs) if engines else None
 
 
 def after_any(optimizer: Optimizer, *_: Any) -> None:
@@ -92,7 +90,30 @@ def num_parameters(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-# -- optimizers that decide by the loss -------------------------------------------------------------------------------
+# -- closures ---------------------------------------------------------------------------------------------------------
+
+
+def prepare(engines: Sequence[Engine], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Let the engines look at the gradients before they are used: now, or each time after the closure that makes them.
+
+    Gives the arguments of `step` with another closure, or None if they may stay as they are."""
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _followed(kwargs["closure"], engines, optimizer)}
+    if len(args) > 1 and callable(args[1]):  # args[0] is the optimizer itself
+        return (args[0], _followed(args[1], engines, optimizer), *args[2:]), kwargs
+    for engine in engines:
+        engine.before_step(optimizer)
+    return None
+
+
+def _followed(closure: Callable[[], Any], engines: Sequence[Engine], optimizer: Optimizer) -> Callable[[], Any]:
+    def closure_and_check() -> Any:
+        loss = closure()
+        for engine in engines:
+            engine.before_step(optimizer)
+        return mean_loss(loss, engines[0].job, optimizer) if decides_by_loss(optimizer) else loss
+
+    return closure_and_check
 
 
 def decides_by_loss(optimizer: Optimizer) -> bool:
@@ -100,29 +121,13 @@ def decides_by_loss(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
-def with_mean_loss(job: Job, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """The arguments of `step` with a closure that gives the mean loss; None if they may stay as they are."""
-    if job.world_size == 1 or not decides_by_loss(optimizer):
-        return None
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": _mean_of(kwargs["closure"], job, optimizer)}
-    if len(args) > 1 and callable(args[1]):  # args[0] is the optimizer itself
-        return (args[0], _mean_of(args[1], job, optimizer), *args[2:]), kwargs
-    return None
-
-
-def _mean_of(closure: Callable[[], Any], job: Job, optimizer: Optimizer) -> Callable[[], Any]:
-    what = f" of the loss that {type(optimizer).__name__} decides by"
-
-    def mean_loss() -> Any:
-        loss = closure()
-        if loss is None:
-            return None
-        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        weighted = torch.tensor([value * job.weight, job.weight], dtype=torch.float64, device="cpu")
-        job.run(Kind.ALL_REDUCE, weighted, "ring", label=what)
-        total, weight = weighted.tolist()
-        mean = total / weight if weight else float("nan")
-        return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
-
-    return mean_loss
+def mean_loss(loss: Any, job: Job, optimizer: Optimizer) -> Any:
+    """The mean over all workers of what their closures gave, weighted like their gradients."""
+    if loss is None or job.world_size == 1:
+        return loss
+    value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+    weighted = torch.tensor([value * job.weight, job.weight], dtype=torch.float64, device="cpu")
+    job.run(Kind.ALL_REDUCE, weighted, "ring", label=f" of the loss that {type(optimizer).__name__} decides by")
+    total, weight = weighted.tolist()
+    mean = total / weight if weight else float("nan")
+    return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean

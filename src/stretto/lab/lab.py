@@ -357,7 +357,7 @@ def _check_pyroute2() -> None:
         raise ConfigurationError(f"the lab needs Linux's network namespaces; this is {sys.platform}. Use stretto run.")
     if find_spec("pyroute2") is None:
         raise ConfigurationError(
-            "the lab sets up its network with pyroute2, which is not installed.\nInstall it: pip install 'stretto[lab]'"
+            "the lab sets up its network with pyroute2, which is not installed.\nInstall it: pip install pyroute2"
         )
 
 
