@@ -30,9 +30,9 @@ from stretto.job.membership import FromCoordinator, FromWorker, Peer
 from stretto.timeouts import Timeouts
 
 SECRET = bytes(range(32))
-PATIENT = Timeouts(connect_s=60)
-SHORT = Timeouts(connect_s=1.5)
-ENOUGH_TO_JOIN = Timeouts(connect_s=5)  # also on a machine that stands still for a second or two
+PATIENT = Timeouts(meet_s=60)
+SHORT = Timeouts(meet_s=1.5)
+ENOUGH_TO_JOIN = Timeouts(meet_s=5)  # also on a machine that stands still for a second or two
 ADDRESS = r"127\.0\.0\.1|an unknown address"  # on one machine a connection may be over before it can be asked who it was
 
 
@@ -125,7 +125,7 @@ def test_a_wrong_secret_is_a_secret_error_at_once_and_the_others_still_meet(encr
         stranger = launch_of(1, 2, address, secret=bytes(32), encrypt=encrypt)
         with pytest.raises(SecretError, match="not the coordinator's") as caught:
             worker(stranger)()
-        assert time.monotonic() - started < PATIENT.connect_s / 2
+        assert time.monotonic() - started < PATIENT.meet_s / 2
         assert SECRET.hex() not in str(caught.value)
 
         tables = together(*(worker(launch_of(rank, 2, address, encrypt=encrypt)) for rank in range(2)))
@@ -155,7 +155,7 @@ def test_who_waits_is_told_at_once_that_somebody_with_another_secret_was_refused
 def test_who_waits_for_a_worker_that_encrypts_otherwise_is_told_so(encrypt: bool) -> None:
     with coordinator(2, "--encrypted" if encrypt else "--plain") as (_, address):
         honest, other = together(
-            worker(launch_of(0, 2, address, encrypt=encrypt), Timeouts(connect_s=7)),
+            worker(launch_of(0, 2, address, encrypt=encrypt), Timeouts(meet_s=7)),
             worker(launch_of(1, 2, address, encrypt=not encrypt)),
         )
 
@@ -248,7 +248,7 @@ def test_an_unreachable_rendezvous_is_an_error_with_host_port_and_what_to_check(
 
 def test_a_host_name_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(RendezvousError, match=r"no-such-host.invalid:4242 cannot be found"):
-        worker(launch_of(0, 2, "no-such-host.invalid:4242"), Timeouts(connect_s=0.2))()
+        worker(launch_of(0, 2, "no-such-host.invalid:4242"), Timeouts(meet_s=0.2))()
 
 
 def test_another_program_at_the_rendezvous_is_not_taken_for_a_coordinator() -> None:
@@ -361,7 +361,7 @@ def test_a_secret_left_by_a_dead_job_is_not_used(tmp_path: Path, monkeypatch: py
     settle_module._write_secret(mpi_launch(0, 4000), SECRET)
 
     with pytest.raises(SecretError, match="rank 1 waited for rank 0"):
-        settle(mpi_launch(1, 4000), Timeouts(connect_s=0.2))
+        settle(mpi_launch(1, 4000), Timeouts(meet_s=0.2))
 
 
 def test_a_port_in_use_under_mpi_is_an_error_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +376,7 @@ from stretto.job.detect import detect
 from stretto.job.introduce import farewell, introduce, local_address, settle
 from stretto.timeouts import Timeouts
 
-timeouts = Timeouts(connect_s=100)
+timeouts = Timeouts(meet_s=100)
 launch = settle(detect(os.environ), timeouts)
 ip, interface = local_address(launch)
 with socket.create_server((ip, 0)) as server:

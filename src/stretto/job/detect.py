@@ -19,6 +19,7 @@ are on more than one host, unless STRETTO_ENCRYPT says otherwise.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from stretto.errors import ConfigurationError, SecretError
 from stretto.job import secret as secrets
 from stretto.job.hosts import join_address, split_address
+from stretto.timeouts import Timeouts
 
 Environment = Mapping[str, str]
 
@@ -44,17 +46,26 @@ class Launch:
     secret: bytes | None = field(repr=False)  # None in a job of one, or until settled
     encrypt: bool
     launcher: str  # "stretto", "torchrun", "slurm", "openmpi", "mpich", "single"
-    timeout_s: float | None = None
+    timeout_s: float | None = None  # STRETTO_TIMEOUT: all deadlines follow from it
+    meet_s: float | None = None  # STRETTO_MEET_TIMEOUT: how long the workers may take to meet
     interface: str | None = None  # STRETTO_INTERFACE: name or address, overrides the kernel's choice
     master: str | None = None  # MASTER_ADDR:MASTER_PORT, where torch's store is
     run: str = ""  # tells this run from an earlier one of the same name
     ledger: str | None = None  # STRETTO_LEDGER: where to write, at the end, how many bytes were sent (the lab asks)
     trace: str | None = None  # STRETTO_TRACE: the folder for this rank's trace file; None: no tracing
     agent_store: bool = False  # torchrun's agent serves the store; otherwise rank 0 has to
+    restart: int = 0  # how often the launcher has started this worker again
+    strategy: str | None = None  # STRETTO_STRATEGY: for `distribute` calls that name none
 
     @property
     def one_host(self) -> bool:
         return self.local_world_size == self.world_size
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """The deadlines that the environment asks for; the defaults where it is silent."""
+        all_of_them = Timeouts() if self.timeout_s is None else Timeouts.of(self.timeout_s)
+        return all_of_them if self.meet_s is None else dataclasses.replace(all_of_them, meet_s=self.meet_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +134,8 @@ def _under_stretto(environ: Environment) -> Launch:
         )
     if place.world_size > 1 and secret is None:
         raise _no_secret(f"STRETTO_WORLD_SIZE={place.world_size}")
-    return _launch(environ, "stretto", place, rendezvous, secret, run=rendezvous or "")
+    restart = _integer(environ, "STRETTO_RESTART_COUNT", needed_with="STRETTO_RANK", default=0)
+    return _launch(environ, "stretto", place, rendezvous, secret, run=f"{rendezvous or ''}/{restart}", restart=restart)
 
 
 def _under_torchrun(environ: Environment) -> Launch:
@@ -184,6 +196,7 @@ def _launch(
     master: str | None = None,
     run: str = "",
     agent_store: bool = False,
+    restart: int = 0,
 ) -> Launch:
     several_hosts = place.local_world_size != place.world_size
     return Launch(
@@ -195,13 +208,16 @@ def _launch(
         secret=secret,
         encrypt=switch(environ, "STRETTO_ENCRYPT", default=several_hosts),
         launcher=launcher,
-        timeout_s=_timeout(environ),
+        timeout_s=_seconds(environ, "STRETTO_TIMEOUT"),
+        meet_s=_seconds(environ, "STRETTO_MEET_TIMEOUT"),
         interface=environ.get("STRETTO_INTERFACE") or None,
         master=master,
         run=run,
         ledger=environ.get("STRETTO_LEDGER") or None,
         trace=environ.get("STRETTO_TRACE") or None,
         agent_store=agent_store,
+        restart=restart,
+        strategy=environ.get("STRETTO_STRATEGY") or None,
     )
 
 
@@ -335,8 +351,8 @@ def switch(environ: Environment, name: str, *, default: bool) -> bool:
     return text.strip().lower() == "on"
 
 
-def _timeout(environ: Environment) -> float | None:
-    text = environ.get("STRETTO_TIMEOUT")
+def _seconds(environ: Environment, name: str) -> float | None:
+    text = environ.get(name)
     if text is None:
         return None
     try:
@@ -344,7 +360,5 @@ def _timeout(environ: Environment) -> float | None:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ConfigurationError(
-            f"STRETTO_TIMEOUT={text!r} is not a positive number of seconds. Write for instance STRETTO_TIMEOUT=120."
-        )
+        raise ConfigurationError(f"{name}={text!r} is not a positive number of seconds. Write for instance {name}=120.")
     return seconds

@@ -10,7 +10,7 @@
     Slurm, MPI      the address is known beforehand (detect.py); across machines the user gives the secret; on one host
                     rank 0 leaves it in a file that only this user can read, until the workers have met.
 
-The coordinator is a child of rank 0 and dies with it. Every wait here ends at `timeouts.connect_s`.
+The coordinator is a child of rank 0 and dies with it. Every wait here ends at `timeouts.meet_s`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _address_for_others(launch: Launch) -> str:
 
 
 def _at_known_address(launch: Launch, timeouts: Timeouts) -> Launch:
-    deadline = time.monotonic() + timeouts.connect_s
+    deadline = time.monotonic() + timeouts.meet_s
     if launch.rendezvous is None:
         raise JobError(f"{launch.launcher}: a job of {launch.world_size} without a rendezvous; build Launch with detect().")
     host, port = split_address(launch.rendezvous)
@@ -166,7 +166,7 @@ def _read_secret(launch: Launch, deadline: float) -> bytes:
 
 
 def _through_torch_store(launch: Launch, timeouts: Timeouts) -> Launch:
-    deadline = time.monotonic() + timeouts.connect_s
+    deadline = time.monotonic() + timeouts.meet_s
     key = f"stretto/{launch.run}/{launch.world_size}"
     try:
         store = _open_store(launch, timeouts)
@@ -190,7 +190,7 @@ def _open_store(launch: Launch, timeouts: Timeouts) -> TCPStore:
     # port.
     hosting = launch.rank == 0 and not launch.agent_store
     return TCPStore(
-        host_name=host, port=port, world_size=None, is_master=hosting, timeout=timedelta(seconds=timeouts.connect_s),
+        host_name=host, port=port, world_size=None, is_master=hosting, timeout=timedelta(seconds=timeouts.meet_s),
         wait_for_workers=False, multi_tenant=not launch.agent_store,
     )  # fmt: skip
 

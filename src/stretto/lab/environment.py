@@ -7,7 +7,7 @@ coordinator (STRETTO_RENDEZVOUS). Both are on host 0, on different ports.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stretto.lab.network import address
 
@@ -18,7 +18,7 @@ class Run:
 
     world_size: int
     rendezvous: str | None
-    secret: str
+    secret: str = field(repr=False)
     encrypt: bool
     master_port: int
 
