@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stretto.errors import ConfigurationError, JobError, RendezvousError, SecretError, StrettoError, UnreachableError
@@ -180,6 +181,21 @@ def test_a_missing_rank_is_named_to_every_worker_that_waited(caplog: pytest.LogC
     for outcome in outcomes:
         assert type(outcome) is JobError
         assert re.match(r"Rank 1 of 3 did not join within [1-4] s; ranks 0, 2 waited", str(outcome)), outcome
+        assert "--meet-timeout" in str(outcome) and "STRETTO_MEET_TIMEOUT" in str(outcome)
+
+
+def test_a_coordinator_that_was_there_and_has_ended_is_not_waited_for_as_one_that_has_yet_to_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joined = threading.Event()
+    hear = introduce_module._Introduction._hear
+    monkeypatch.setattr(introduce_module._Introduction, "_hear", lambda self, waiting: (hear(self, waiting), joined.set()))
+    with coordinator(2) as (process, address), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(worker(launch_of(0, 2, address), Timeouts(meet_s=600, connect_s=0.5)))
+        assert joined.wait(60)
+        process.kill()
+        with pytest.raises(RendezvousError, match=r"which rank 0 had joined, has ended and did not come back within 0.5 s"):
+            waiting.result(60)
 
 
 def test_who_waits_long_is_told_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -368,6 +384,72 @@ def test_a_port_in_use_under_mpi_is_an_error_of_rank_0(tmp_path: Path, monkeypat
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     with listener() as taken, pytest.raises(RendezvousError, match="is in use by another program"):
         settle(mpi_launch(0, int(taken.rpartition(":")[2]) - 1), PATIENT)
+
+
+class Store(dict[str, bytes]):
+    """torchrun's store: everybody who reaches it may read and write."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+
+def torchrun_launch(rank: int, local_world_size: int, **more: str) -> Launch:
+    return detect(
+        {
+            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank % local_world_size), "STRETTO_INTERFACE": "lo",
+            "LOCAL_WORLD_SIZE": str(local_world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000",
+            "TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_USE_AGENT_STORE": "True", **more,
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("launches", "travels"),
+    [
+        ([torchrun_launch(rank, 2) for rank in range(2)], False),
+        ([torchrun_launch(rank, 2, STRETTO_ENCRYPT="on") for rank in range(2)], False),
+        ([torchrun_launch(rank, 1, STRETTO_SECRET=SECRET.hex()) for rank in range(2)], False),
+        ([torchrun_launch(rank, 1, STRETTO_ENCRYPT="off") for rank in range(2)], True),
+    ],
+    ids=["one host", "one host, encrypted", "two hosts", "two hosts that trust their network"],
+)
+def test_the_secret_goes_through_the_store_of_torchrun_only_where_the_network_is_trusted(
+    launches: list[Launch], travels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store()
+    (key,) = {f"stretto/{launch.run}/2" for launch in launches}
+    store[key] = b"{"  # a stranger was here first
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(settle_module, "_open_store", lambda launch, timeouts: store)
+    with ThreadPoolExecutor(2) as pool:
+        settled = [future.result(60) for future in [pool.submit(settle, launch, PATIENT) for launch in launches]]
+
+    assert settled[0].secret is not None and settled[0].secret == settled[1].secret
+    assert settled[0].rendezvous == settled[1].rendezvous is not None
+    assert (settled[0].secret.hex().encode() in b"".join(store.values())) == travels
+    tables = together(*(worker(launch) for launch in settled))
+    assert isinstance(tables[0], list) and tables[0] == tables[1]
+    assert not [file for folder in tmp_path.iterdir() for file in folder.iterdir()]  # gone once they have met
+    for launch in settled:
+        farewell(launch)
+
+
+def test_a_secret_that_somebody_put_into_the_store_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    launch = torchrun_launch(1, 2)
+    with listener() as strangers:
+        planted = settle_module._Meeting(strangers, False, bytes(32).hex())
+        monkeypatch.setattr(
+            settle_module, "_open_store", lambda *_: Store({f"stretto/{launch.run}/2": msgspec.json.encode(planted)})
+        )
+        with pytest.raises(SecretError, match="rank 1 waited for rank 0 to leave the job's secret"):
+            settle(launch, Timeouts(meet_s=0.3))
 
 
 TORCHRUN_SCRIPT = """

@@ -149,10 +149,18 @@ def _under_torchrun(environ: Environment) -> Launch:
                 "to meet at. Start the script with torchrun or `stretto run`, or set both variables on every worker."
             )
     # As torch does: the restart count keeps a restarted group of workers away from what the last one left in the store.
-    run = f"{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    restart = _integer(environ, "TORCHELASTIC_RESTART_COUNT", needed_with="RANK", default=0)
+    run = f"{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{restart}"
     agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     secret = _secret(environ) if place.world_size > 1 else None
-    return _launch(environ, "torchrun", place, None, secret, master=master, run=run, agent_store=agent_store)
+    launch = _launch(environ, "torchrun", place, None, secret, master=master, run=run, agent_store=agent_store, restart=restart)
+    if secret is None and launch.encrypt and not launch.one_host:
+        raise _no_secret(
+            f"WORLD_SIZE={place.world_size} with {place.local_world_size} of them on this host",
+            "Under torchrun it could only travel through torchrun's store, which anybody who reaches MASTER_PORT can read. ",
+            "\nOr, on a network where everybody is trusted, turn encryption off: STRETTO_ENCRYPT=off, on every machine.",
+        )
+    return launch
 
 
 def _under_scheduler(environ: Environment, launcher: str, place: _Place) -> Launch:
@@ -333,11 +341,11 @@ def _secret(environ: Environment) -> bytes | None:
     return None
 
 
-def _no_secret(asked: str) -> SecretError:
+def _no_secret(asked: str, why: str = "", or_else: str = "") -> SecretError:
     return SecretError(
         f"{asked}: this job needs a secret, but neither STRETTO_SECRET nor STRETTO_SECRET_FILE is set. Without one, "
-        "anybody who can reach a worker's port could join.\n"
-        f"{secrets.HOW_TO_MAKE_ONE}"
+        f"anybody who can reach a worker's port could join. {why}\n"
+        f"{secrets.HOW_TO_MAKE_ONE}{or_else}"
     )
 
 

@@ -12,8 +12,8 @@ that an address answers (the answer comes back as `reachable` or `unreachable`).
 Invariants: a Table goes out only when every rank has joined and every address has answered; all Tables are equal; once
 FAILED, nobody ever gets a Table; a worker that asks for a taken rank is refused and changes nothing for the others.
 Join is idempotent (`token` names the attempt), so a worker sends it again after every reconnection and no message has
-to be reliable. A worker that its launcher has started again (`restart`) takes the place of the one before it while the job
-forms; afterwards it waits for the coordinator of the next attempt.
+to be reliable. A launcher that starts its workers again (`restart`) has ended those before; while the job forms, the new
+ones take their places, and afterwards they wait for the coordinator of the next attempt.
 """
 
 from __future__ import annotations
@@ -160,8 +160,12 @@ class Membership:
         if member is not None and member.join.token == message.token:
             member.sender = sender
             return self._status(member)
-        if member is not None and message.restart > member.join.restart:
-            return self._take_again(sender, message, now)
+        if self.phase is Phase.FORMING:
+            self._forget_former_attempt(message)
+            member = self._members.get(message.rank)
+        elif member is not None and message.restart > member.join.restart:
+            # It belongs to the next attempt, whose coordinator will stand at this address once this one has ended.
+            return [Send(sender, Waiting([rank for rank in range(self.world_size) if rank != message.rank]))]
         if self.phase is Phase.FAILED:
             self._told.add(message.rank)
             return [Send(sender, self._failure)]
@@ -275,12 +279,12 @@ class Membership:
             return self._fail("unreachable", self._unreachable_text(stranded, why), now)
         return [Send(member.sender, self._waiting()), Check(message.rank, message.token, message.address)]
 
-    def _take_again(self, sender: bytes, message: Join, now: float) -> list[Action]:
-        """A worker that its launcher has started again. While the job forms it takes the place of the one before it, which has
-        ended. Later it belongs to the next attempt: it waits until the coordinator of that one stands at this address."""
-        if self.phase is Phase.FORMING:
-            return self._admit(_Member(sender, message, deadline=now + message.patience_s), now)
-        return [Send(sender, Waiting([rank for rank in range(self.world_size) if rank != message.rank]))]
+    def _forget_former_attempt(self, message: Join) -> None:
+        """A launcher that starts a worker again has ended all of its workers before."""
+        first = message.rank - message.local_rank
+        for rank, member in list(self._members.items()):
+            if rank - member.join.local_rank == first and member.join.restart < message.restart:
+                del self._members[rank]
 
     def _fail(self, kind: str, reason: str, now: float) -> list[Action]:
         self.phase = Phase.FAILED
