@@ -201,6 +201,16 @@ def test_a_reader_that_goes_away_ends_the_job(start: Start, tmp_path: Path) -> N
     wait_until_dead(everybody)
 
 
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["fails"], 5)])
+def test_a_full_disk_under_the_log_does_not_end_the_job(start: Start, options: tuple[str, ...], code: int) -> None:
+    with open("/dev/full", "w") as full:
+        launcher = start("print('x' * 100); sys.exit(5 if 'fails' in sys.argv else 0)", args=tuple(options), stdout=full)
+        _, errors = launcher.communicate(timeout=LIMIT_S)
+
+    assert launcher.returncode == code
+    assert "stretto: standard output cannot be written (No space left on device); the job goes on" in errors
+
+
 def test_a_reader_that_pauses_does_not_hide_a_failure(start: Start, tmp_path: Path) -> None:
     launcher = start(
         """

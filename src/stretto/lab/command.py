@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Annotated
 
@@ -174,7 +174,8 @@ class _HostOutput:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk under our standard error is no reason to end the job
+        print(text, file=sys.stderr, flush=True)
 
 
 def _greeting(made: Lab, rate: str | None, factors: dict[int, float]) -> str:
@@ -200,7 +201,8 @@ def _report(job: Job, traffic: list[Traffic], code: int) -> None:
         column.justify = "right"
     for host, (each, ledger) in enumerate(zip(traffic, ledgers, strict=True)):
         table.add_row(str(host), f"{each.sent:,}", f"{each.received:,}", *_counted(each, ledger))
-    Console(stderr=True).print(table)
+    with suppress(OSError):
+        Console(stderr=True).print(table)
     if code == 0:  # of a job that was broken off, what was queued may not have been sent
         for said in _warnings(traffic, ledgers):
             _say(f"stretto lab: warning: {said}")
