@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
 
 from stretto.job.detect import switch
+from stretto.job.launch_plan import trace_folder
 from stretto.job.ledger_file import Ledger
 from stretto.job.output import STDOUT, Lines, Screen, prefix_of, wants_colour
 from stretto.lab import control, messages
@@ -55,6 +57,9 @@ def lab(
         bool | None, typer.Option("--encrypt/--no-encrypt", help="Encrypt stretto's wire, as between real hosts. Default: no.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="For stretto lab cut --name, when several labs run.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write what each worker did when to DIR; then: stretto trace DIR.")
+    ] = None,
 ) -> None:
     """Run a command on virtual hosts joined by a network of a given speed.
 
@@ -62,6 +67,8 @@ def lab(
     """
     factors = dict(parse_slow(text) for text in slow or [])
     environ: Mapping[str, str] = context.obj
+    if trace is not None:
+        environ = {**environ, "STRETTO_TRACE": str(trace_folder(trace))}
     asked = switch(environ, "STRETTO_ENCRYPT", default=False) if encrypt is None else encrypt
     with _signals_raise(), Lab(hosts, rate, slow=factors, encrypt=asked, name=name, environ=environ) as made:
         _say(_greeting(made, rate, factors))

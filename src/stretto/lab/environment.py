@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from stretto.job.launch_plan import threads_each
 from stretto.lab.network import address
 
 
@@ -28,7 +29,7 @@ def host_environment(base: Mapping[str, str], run: Run, rank: int, ledger: str) 
     environment = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
     environment.setdefault("PYTHONUNBUFFERED", "1")  # lines are shown when they are printed
     if run.world_size > 1:
-        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault("OMP_NUM_THREADS", str(threads_each(run.world_size)))  # hosts share this machine's processors
     environment |= _ranks("STRETTO_", run.world_size, rank) | _ranks("", run.world_size, rank)
     environment |= {
         "STRETTO_SECRET": run.secret,
