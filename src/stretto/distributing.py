@@ -45,7 +45,8 @@ def distribute(
 ) -> tuple[M, O]:
     """Train `model` data-parallel from here on. Returns the same two objects.
 
-    All workers start from rank 0's parameters, buffers and optimizer state. `strategy` may be its text (`stretto.parse`).
+    All workers start from rank 0's parameters, buffers and optimizer state. `strategy` may be its text (`stretto.parse`); without
+    one, that of `stretto run --strategy` (STRETTO_STRATEGY) is taken, or else `Strategy()`.
     `buffers`: "broadcast" gives every worker rank 0's buffers (BatchNorm statistics) before each forward in training, "local"
     leaves them alone. `check_finite=True` raises `NonFiniteGradient`, naming rank and parameter, on all workers. `scaler`: the
     `GradScaler` of the loop, if there is one and `compress=` is lossy: what is left over from a step must not carry its scale.
@@ -54,6 +55,7 @@ def distribute(
     free at the next garbage collection, on each worker by itself: nothing is sent.
     """
     job = job or current_job()
+    strategy = job.launch.strategy if strategy is None else strategy
     chosen, problem = Strategy(), None
     try:
         chosen = parse(strategy) if isinstance(strategy, str) else strategy or chosen

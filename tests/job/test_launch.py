@@ -6,6 +6,7 @@ Where the launcher's own patience decides what is seen, a test sets it (`patienc
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pty
 import re
@@ -481,7 +482,7 @@ def test_a_failure_by_signal_is_named() -> None:
 # Stopping.
 
 
-def test_ctrl_c_is_a_clean_stop(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_is_a_clean_stop_and_no_reason_to_start_again(start: Start, tmp_path: Path) -> None:
     launcher = start(
         """
         have_children()
@@ -492,6 +493,8 @@ def test_ctrl_c_is_a_clean_stop(start: Start, tmp_path: Path) -> None:
         """,
         "-n",
         "2",
+        "--max-restarts",
+        "3",
         patience={"INTERRUPT_S": FOR_EVER_S},  # they leave by themselves, however long that takes
     )
     everybody = pids(tmp_path, 2)
@@ -525,12 +528,13 @@ def test_a_second_ctrl_c_kills(start: Start, tmp_path: Path) -> None:
     wait_until_dead(everybody)
 
 
-def test_sigterm_to_the_launcher_ends_the_workers(start: Start, tmp_path: Path) -> None:
-    launcher = start("have_children()\ntime.sleep(600)", "-n", "2")
+def test_sigterm_to_the_launcher_ends_the_workers_for_good(start: Start, tmp_path: Path) -> None:
+    launcher = start("have_children()\ntime.sleep(600)", "-n", "2", "--max-restarts", "3", patience={"RESTART_S": 0.01})
     everybody = pids(tmp_path, 2)
     launcher.terminate()
+    _, errors = launcher.communicate(timeout=LIMIT_S)
 
-    assert launcher.wait(LIMIT_S) == 128 + signal.SIGTERM
+    assert launcher.returncode == 128 + signal.SIGTERM and "restart" not in errors
     wait_until_dead(everybody)
 
 
@@ -590,22 +594,12 @@ def test_between_machines_gloo_gets_the_interface_that_leads_to_the_rendezvous(m
     assert launch_plan.gloo_interface(("node0", 29400), {}) is None  # either of two might be meant: gloo shall look for itself
 
 
-@pytest.mark.parametrize(
-    ("option", "variable", "expected"),
-    [
-        ([], None, "off"),
-        ([], "on", "on"),
-        (["--encrypt"], None, "on"),
-        (["--encrypt"], "off", "on"),
-        (["--no-encrypt"], "on", "off"),
-    ],
-)
+@pytest.mark.parametrize(("option", "variable", "expected"), [("--encrypt", "off", "on"), ("--no-encrypt", "on", "off")])
 def test_encryption_is_as_the_user_says_and_workers_and_coordinator_agree(
-    start: Start, option: list[str], variable: str | None, expected: str
+    start: Start, option: str, variable: str, expected: str
 ) -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "STRETTO_ENCRYPT"}
-    environ |= {} if variable is None else {"STRETTO_ENCRYPT": variable}
-    launcher = start(MEET + "    print(os.environ['STRETTO_ENCRYPT'])", "-n", "2", "--no-prefix", *option, env=environ)
+    environ = os.environ | {"STRETTO_ENCRYPT": variable}
+    launcher = start(MEET + "    print(os.environ['STRETTO_ENCRYPT'])", "-n", "2", "--no-prefix", option, env=environ)
     output, errors = launcher.communicate(timeout=LIMIT_S)
 
     assert launcher.returncode == 0, errors
@@ -621,13 +615,25 @@ def test_no_secret_is_shown_by_the_repr_of_what_holds_it() -> None:
         assert "5a5a" not in shown and "ZZZZ" not in shown, shown
 
 
-def test_encryption_between_machines_can_be_turned_off() -> None:
-    plan = launch_plan.RunPlan(command=("x.py",), workers=1, nodes=2, secret=bytes(32))
+@pytest.mark.parametrize(
+    ("nodes", "option", "variable", "expected"),
+    [
+        (1, None, None, False),
+        (1, None, "on", True),
+        (1, True, None, True),
+        (2, None, None, True),
+        (2, None, "off", False),
+        (2, False, "on", False),
+    ],
+)
+def test_the_command_line_decides_on_encryption_then_the_variable_then_the_number_of_machines(
+    nodes: int, option: bool | None, variable: str | None, expected: bool
+) -> None:
+    plan = launch_plan.RunPlan(command=("x.py",), workers=1, nodes=nodes, secret=bytes(32), encrypt=option)
 
-    assert launch_plan.encrypted(plan, {})
-    assert not launch_plan.encrypted(plan, {"STRETTO_ENCRYPT": "off"})
+    assert launch_plan.encrypted(plan, {} if variable is None else {"STRETTO_ENCRYPT": variable}) == expected
     with pytest.raises(ConfigurationError, match="STRETTO_ENCRYPT='maybe'"):
-        launch_plan.encrypted(plan, {"STRETTO_ENCRYPT": "maybe"})
+        launch_plan.encrypted(dataclasses.replace(plan, encrypt=None), {"STRETTO_ENCRYPT": "maybe"})
 
 
 def test_arguments_reach_the_script_untouched(start: Start) -> None:
@@ -753,18 +759,6 @@ def test_a_failed_job_is_started_again_as_often_as_asked(start: Start, restarts:
     assert re.findall(r"started again in \S+ s \(restart (\d) of (\d)\)", errors) == [
         (str(number), str(restarts)) for number in range(1, restarts + 1)
     ]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_is_told_to_stop_does_not_start_again(start: Start, tmp_path: Path, number: signal.Signals) -> None:
-    script = "have_children(); time.sleep(600)"
-    launcher = start(script, "-n", "2", "--max-restarts", "3", patience={"RESTART_S": 0.01})
-    everybody = pids(tmp_path, 2)
-    launcher.send_signal(number)
-    _, errors = launcher.communicate(timeout=LIMIT_S)
-
-    assert launcher.returncode == 128 + number and "restart" not in errors
-    wait_until_dead(everybody)
 
 
 def test_the_pause_before_a_restart_can_be_interrupted(start: Start) -> None:
