@@ -153,7 +153,7 @@ def lab(context: typer.Context) -> None:
 
 @app.command(cls=Verbatim)
 def bench(context: typer.Context) -> None:
-    """Measure collectives on this machine or in the lab."""
+    """Measure collectives and compression on this machine or in the lab."""
     delegate("bench", context.args)
 
 

@@ -27,7 +27,7 @@ from stretto.job import settle as settle_module
 from stretto.job.detect import Launch, detect
 from stretto.job.hosts import host_identity
 from stretto.job.introduce import farewell, introduce, local_address, settle
-from stretto.job.membership import FromCoordinator, FromWorker, Peer
+from stretto.job.membership import FromCoordinator, FromWorker, Peer, Waiting
 from stretto.timeouts import Timeouts
 
 SECRET = bytes(range(32))
@@ -189,13 +189,18 @@ def test_a_coordinator_that_was_there_and_has_ended_is_not_waited_for_as_one_tha
 ) -> None:
     joined = threading.Event()
     hear = introduce_module._Introduction._hear
-    monkeypatch.setattr(introduce_module._Introduction, "_hear", lambda self, waiting: (hear(self, waiting), joined.set()))
+
+    def hear_and_tell(self: introduce_module._Introduction, waiting: Waiting) -> None:
+        hear(self, waiting)
+        joined.set()
+
+    monkeypatch.setattr(introduce_module._Introduction, "_hear", hear_and_tell)
     with coordinator(2) as (process, address), ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(worker(launch_of(0, 2, address), Timeouts(meet_s=600, connect_s=0.5)))
+        waiting = pool.submit(worker(launch_of(0, 2, address), Timeouts(meet_s=90, connect_s=0.5)))
         assert joined.wait(60)
         process.kill()
         with pytest.raises(RendezvousError, match=r"which rank 0 had joined, has ended and did not come back within 0.5 s"):
-            waiting.result(60)
+            waiting.result(100)
 
 
 def test_who_waits_long_is_told_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from stretto.job import output
 from stretto.job.output import HOLD_S, LONGEST, STDERR, STDOUT, Lines, Screen, prefix_of, wants_colour
 
 
@@ -91,6 +89,9 @@ def test_no_color_is_respected() -> None:
     assert not wants_colour(io.StringIO(), {"TERM": "xterm"})
 
 
+REALLY_WRITE = os.write
+
+
 class Descriptors:
     """What was written to 1 and 2, each of whose next writes may fail or be cut short."""
 
@@ -98,7 +99,9 @@ class Descriptors:
         self.written = {STDOUT: b"", STDERR: b""}
         self.planned: dict[int, list[int]] = {STDOUT: [], STDERR: []}  # > 0: so many bytes; < 0: that error
 
-    def write(self, target: int, data: Sequence[int]) -> int:
+    def write(self, target: int, data: bytes) -> int:
+        if target not in self.written:
+            return REALLY_WRITE(target, data)
         outcome = self.planned[target].pop(0) if self.planned[target] else len(data)
         if outcome < 0:
             raise OSError(-outcome, os.strerror(-outcome))
@@ -112,7 +115,7 @@ def test_output_that_cannot_be_written_is_said_to_be_lost_and_the_rest_goes_on(
     monkeypatch: pytest.MonkeyPatch, number: int, target: int
 ) -> None:
     descriptors, other = Descriptors(), STDOUT + STDERR - target
-    monkeypatch.setattr(output.os, "write", descriptors.write)
+    monkeypatch.setattr(os, "write", descriptors.write)
     descriptors.planned[target] = [6, 3, -number, -number, -number]  # one block, half a line, then nothing
     screen = Screen()
     screen.start()
@@ -132,7 +135,7 @@ def test_output_that_cannot_be_written_is_said_to_be_lost_and_the_rest_goes_on(
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.ECONNRESET])
 def test_a_reader_that_has_gone_ends_the_output(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     descriptors = Descriptors()
-    monkeypatch.setattr(output.os, "write", descriptors.write)
+    monkeypatch.setattr(os, "write", descriptors.write)
     descriptors.planned[STDOUT] = [-number]
     screen = Screen()
     screen.start()
