@@ -769,7 +769,7 @@ def test_the_pause_before_a_restart_can_be_interrupted(start: Start) -> None:
     launcher.send_signal(signal.SIGINT)
 
     assert launcher.wait(LIMIT_S) == 130
-    assert [launch.restart_pause(attempt) for attempt in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+    assert [launch.restart_pause(attempt) for attempt in (0, 1, 2, 3, 4, 5, 5000)] == [1, 2, 4, 8, 16, 30, 30]
 
 
 # Node 1 fails, is started again, and comes back to a rendezvous where the first attempt has not ended yet: node 0's worker learns

@@ -135,7 +135,7 @@ def _under_stretto(environ: Environment) -> Launch:
     if place.world_size > 1 and secret is None:
         raise _no_secret(f"STRETTO_WORLD_SIZE={place.world_size}")
     restart = _integer(environ, "STRETTO_RESTART_COUNT", needed_with="STRETTO_RANK", default=0)
-    return _launch(environ, "stretto", place, rendezvous, secret, run=f"{rendezvous or ''}/{restart}", restart=restart)
+    return _launch(environ, "stretto", place, rendezvous, secret, run=rendezvous or "", restart=restart)
 
 
 def _under_torchrun(environ: Environment) -> Launch:

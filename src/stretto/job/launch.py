@@ -79,7 +79,7 @@ def run(plan: RunPlan, environ: Mapping[str, str]) -> int:
 
 def restart_pause(restart: int) -> float:
     """Seconds between attempt number `restart` (from 0) and the next one."""
-    return min(LONGEST_RESTART_S, RESTART_S * 2.0**restart)
+    return min(LONGEST_RESTART_S, RESTART_S * 2.0 ** min(restart, 30))
 
 
 def open_standard_descriptors() -> None:
@@ -231,7 +231,7 @@ class _NodeJob:
         master_port = launch_plan.torch_port(self.plan)
         argv = launch_plan.worker_argv(self.plan)
         if self.plan.trace is not None:
-            launch_plan.trace_folder(self.plan.trace)  # what the attempt before has left
+            launch_plan.trace_folder(self.plan.trace)  # without what the attempt before has left
         self.alive.update(self.names)
         for local_rank, name in enumerate(self.names):
             env = launch_plan.worker_environment(self.plan, local_rank, rendezvous, master_port, self.environ, self.restart)
@@ -384,7 +384,6 @@ class _NodeJob:
         for stream in self.streams.values():
             self.screen.write(stream.target, stream.lines.close())
         if self.alive:
-            self.orphans.end(CLOSE_S)
             raise JobError(self._keeper_problem())
         if self.stop is not None and self.stop.exit_code is not None:
             return self.stop.exit_code
@@ -423,8 +422,9 @@ class _NodeJob:
         elapsed = int(time.monotonic() - self.started_at)
         clock = f"{elapsed // 3600}:{elapsed // 60 % 60:02}:{elapsed % 60:02}"
         node = f" · node {self.plan.node} of {self.plan.nodes}" if self.plan.nodes > 1 else ""
+        attempt = f" · restart {self.restart} of {self.plan.max_restarts}" if self.restart else ""
         doing = "" if self.stop is None else " · stopping"
-        return f"stretto: {len(self.alive)} of {self.plan.workers} workers alive · {clock}{node}{doing}"
+        return f"stretto: {len(self.alive)} of {self.plan.workers} workers alive · {clock}{node}{attempt}{doing}"
 
     def close(self) -> None:
         """Release everything; whatever still runs is killed. Idempotent."""
@@ -432,6 +432,7 @@ class _NodeJob:
             return
         self.closed = True
         self.processes.close(CLOSE_S)
+        self.orphans.end(CLOSE_S)  # there are none, unless the keeper was killed
         for descriptor in (*self.streams, self.ready_read):
             os.close(descriptor)
         self.control.close()
