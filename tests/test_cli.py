@@ -25,6 +25,7 @@ def test_help_lists_every_command() -> None:
     assert done.returncode == 0
     for name in ("run", "doctor", "secret", "version", "lab", "bench"):
         assert re.search(rf"\b{name}\b", done.stdout), name
+    assert "wait" not in done.stdout  # no strategy of this version lets workers go on without waiting for one another
 
 
 def test_a_secret_is_64_hexadecimal_characters_and_never_the_same() -> None:
@@ -43,7 +44,10 @@ def test_a_secret_written_to_a_file_is_readable_to_its_owner_only(tmp_path: Path
 
 
 def test_version_is_printed() -> None:
-    assert re.fullmatch(r"stretto \d+\.\d+\S*\n", stretto("version").stdout)
+    asked, by_option = stretto("version"), stretto("--version")
+
+    assert re.fullmatch(r"stretto \d+\.\d+\S*\n", asked.stdout) and by_option.stdout == asked.stdout
+    assert asked.returncode == by_option.returncode == 0
 
 
 def test_doctor_speaks_json_too() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,3 +290,28 @@ def test_the_first_auto_all_reduce_does_not_hide_that_ranks_disagree() -> None:
     for text in run_jobs(3, call):
         assert "rank 1: barrier" in text
         assert "all_reduce(float32[4], op=mean, algorithm=auto)" in text
+
+
+@pytest.mark.parametrize(
+    ("size", "use", "said"),
+    [
+        (1, lambda job: None, 0),
+        (2, lambda job: None, 1),
+        (3, lambda job: job.begin_trace(), 1),  # compares clocks, which nobody asked for
+        (3, lambda job: job.barrier(), 0),
+        (2, lambda job: job.close(goodbye=False), 0),  # it fails: there is more to say
+    ],
+)
+def test_a_job_whose_workers_never_did_anything_together_says_so_once(
+    size: int, use: Callable[[Job], Any], said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(wire: Wire) -> None:
+        launch = dataclasses.replace(launch_of(wire.rank, size), trace=str(tmp_path))
+        job = Job(launch, peers_on(["a"] * size), wire if size > 1 else None, TIMEOUTS)
+        use(job)
+        job.close(goodbye=True)
+
+    with caplog.at_level(logging.WARNING, "stretto"):
+        run_threads(size, program, wires=threads_world(size, check=True))
+    found = [record.getMessage() for record in caplog.records if "distribute()" in record.getMessage()]
+    assert len(found) == said and all(f"this job of {size} workers" in text for text in found)

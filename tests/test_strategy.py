@@ -7,6 +7,8 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from laws.strategies import EVERY_ALGORITHM, STRATEGIES
 from stretto import recipes
@@ -14,10 +16,13 @@ from stretto.aggregate.all_reduce import AllReduce
 from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
 from stretto.compress.none import NoCompression
+from stretto.distributing import distribute, engine_of
 from stretto.errors import ConfigurationError
 from stretto.parsing import parse
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
+from stretto.session import Job
 from stretto.strategy import Strategy
+from stretto.testing import run_jobs
 
 ALL = list(dict.fromkeys([*STRATEGIES, *EVERY_ALGORITHM]))
 
@@ -82,3 +87,34 @@ def test_recipes_are_compositions() -> None:
         assert recipe.__doc__ and recipe(**arguments) == parse(f"{name}(warm_up=10)" if arguments else name)
     own = {name for name, value in vars(recipes).items() if getattr(value, "__module__", "") == recipes.__name__}
     assert own == {*recipes.by_name(), "by_name", "_after"}
+
+
+@pytest.mark.parametrize(
+    ("launched_with", "given", "taken"),
+    [
+        (None, None, Strategy()),
+        ("horovod(fusion_bytes=64)", None, recipes.horovod(fusion_bytes=64)),
+        ("horovod(fusion_bytes=64)", "Strategy(schedule=WaitFree())", Strategy(schedule=WaitFree())),  # what the script says wins
+        ("horovod(fusion_bytes=64)", Strategy(), Strategy()),
+    ],
+)
+def test_a_script_that_names_no_strategy_gets_the_one_of_its_launcher(
+    launched_with: str | None, given: Strategy | str | None, taken: Strategy
+) -> None:
+    def program(job: Job) -> Strategy:
+        job.launch = dataclasses.replace(job.launch, strategy=launched_with)
+        model = nn.Linear(2, 1)
+        distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), given, job=job)
+        return engine_of(model).strategy
+
+    assert run_jobs(2, program) == [taken] * 2
+
+
+def test_a_strategy_of_the_launcher_that_cannot_be_read_is_an_error_of_every_worker() -> None:
+    def program(job: Job) -> None:
+        job.launch = dataclasses.replace(job.launch, strategy="no_such_recipe()")
+        model = nn.Linear(2, 1)
+        with pytest.raises(ConfigurationError, match=r"'no_such_recipe' is not known"):
+            distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), job=job)
+
+    run_jobs(2, program)

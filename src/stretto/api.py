@@ -46,7 +46,7 @@ def init(*, timeouts: Timeouts | None = None, wire: WireName = "auto") -> Job:
             "or start another job."
         )
     if timeouts is None:
-        timeouts = Timeouts() if launch.timeout_s is None else Timeouts.of(launch.timeout_s)
+        timeouts = launch.timeouts
     job = join(launch, timeouts, wire)
     # Not atexit: that would also run in forked children, and say goodbye in our name. This belongs to this process alone, and
     # also runs at the end of processes that multiprocessing made.

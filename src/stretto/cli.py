@@ -20,7 +20,7 @@ from stretto.errors import StrettoError
 
 app = typer.Typer(
     name="stretto",
-    help="Data-parallel training whose workers need not wait for one another.",
+    help="Data-parallel training for PyTorch: run a script in several workers, see where its time goes, try it on slow networks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,6 +28,21 @@ app = typer.Typer(
 
 # The first word that is no option of ours ends them: everything behind it belongs to the user's program.
 PASS_THROUGH = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"stretto {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 class Verbatim(TyperCommand):
@@ -53,6 +68,15 @@ def run(
         typer.Option("--encrypt/--no-encrypt", help="Default: STRETTO_ENCRYPT=on|off, else between machines only."),
     ] = None,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long workers wait for a peer.")] = None,
+    meet_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="How long all workers may take to meet. Default: --timeout, else 600.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", help="When a worker fails, start all of them again, so many times.")
+    ] = 0,
+    strategy: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The strategy of a script that gives distribute() none, such as 'ddp()'.")
+    ] = None,
     prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Put the rank before every line of output.")] = True,
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write what each worker did when to DIR; then: stretto trace DIR.")
@@ -61,7 +85,7 @@ def run(
     """Run a script in N workers, on one machine or several.
 
     The job ends when all have ended. If one fails, all are ended within 5 s, its traceback is printed last and its
-    exit code is ours.
+    exit code is ours. With --max-restarts all begin anew, and a script that loads its last checkpoint goes on from there.
     """
     from stretto.job import launch, launch_plan
 
@@ -78,6 +102,9 @@ def run(
         prefix=prefix,
         trace=trace,
         encrypt=encrypt,
+        meet_s=meet_timeout,
+        max_restarts=max_restarts,
+        strategy=strategy,
     )
     raise typer.Exit(launch.run(plan, os.environ))
 
@@ -126,7 +153,7 @@ def lab(context: typer.Context) -> None:
 
 @app.command(cls=Verbatim)
 def bench(context: typer.Context) -> None:
-    """Measure collectives on this machine or in the lab."""
+    """Measure collectives and compression on this machine or in the lab."""
     delegate("bench", context.args)
 
 

@@ -47,10 +47,11 @@ def distribute(
 
     All workers start from rank 0's parameters, buffers and optimizer state. `optimizer` may be several, `(muon, adamw)`: any
     optimizer may step the model, but only those given here are made equal on all workers, at the beginning and after `join`.
-    `strategy` may be its text (`stretto.parse`). `buffers`: "broadcast" gives every worker rank 0's buffers (the statistics of
-    BatchNorm) before each forward in training, "local" leaves them alone. `check_finite=True` raises `NonFiniteGradient`, naming
-    rank and parameter, on all workers. `scaler`: the `GradScaler` of the loop, if there is one and `compress=` is lossy: what is
-    left over from a step must not carry its scale.
+    `strategy` may be its text (`stretto.parse`); without one, that of `stretto run --strategy` (STRETTO_STRATEGY) is taken, or
+    else `Strategy()`. `buffers`: "broadcast" gives every worker rank 0's buffers (the statistics of BatchNorm) before each
+    forward in training, "local" leaves them alone. `check_finite=True` raises `NonFiniteGradient`, naming rank and parameter, on
+    all workers. `scaler`: the `GradScaler` of the loop, if there is one and `compress=` is lossy: what is left over from a step
+    must not carry its scale.
 
     Called again with the same model, another optimizer or strategy takes the place of the first; what the compression remembers
     is kept if it is the same one. `stretto.release` gives the plain model back. Otherwise it lasts as long as somebody holds the
@@ -58,6 +59,7 @@ def distribute(
     each worker by itself, and nothing is sent.
     """
     job = job or current_job()
+    strategy = job.launch.strategy if strategy is None else strategy
     chosen, problem = Strategy(), None
     optimizers = as_tuple(optimizer)
     try:

@@ -76,6 +76,7 @@ class Job:
         self.ledger = Ledger()
         self.tracer = None if launch.trace is None else trace.Tracer()
         self._clock = (0, 0)  # offset from rank 0's and its uncertainty, once measured
+        self._collectives_of_ours = 0  # that nobody asked for: to compare clocks
         communicator = None if wire is None else Communicator(wire, timeouts, self.ledger, self.tracer)
         self._communication = None if communicator is None else CommunicationThread(communicator)
         self._segment_bytes = DEFAULT_SEGMENT_BYTES if wire is None else wire.segment_bytes
@@ -305,6 +306,8 @@ class Job:
         if self.closed:
             return
         self.closed = True
+        if goodbye:
+            self._say_if_unused()
         for thread in list(self.threads):
             thread.stop()
         if self._communication is not None and self.wire is not None:
@@ -321,12 +324,23 @@ class Job:
         if goodbye:
             farewell(self.launch)
 
+    def _say_if_unused(self) -> None:
+        """Collectives take all workers, so what rank 0 has not called nobody has."""
+        if self.rank == 0 and self.world_size > 1 and self.ledger.collectives.total() == self._collectives_of_ours:
+            log.warning(
+                "this job of %d workers is over, and none of them has called stretto.distribute() or a collective: each has "
+                "worked alone, on a model of its own. To train one model together, call model, optimizer = "
+                "stretto.distribute(model, optimizer) after stretto.init().",
+                self.world_size,
+            )
+
     def begin_trace(self) -> None:
         """If tracing was asked for: make sure that it can be written, and learn how the workers' clocks differ. On all ranks."""
         if self.tracer is not None and self.launch.trace is not None:
             trace.prepare(self.launch.trace)
             if self.world_size > 1:
                 self._clock = clock_offset(self.rank, self.barrier, self.gather_object, self.tracer.now)
+                self._collectives_of_ours = self.ledger.collectives.total()
 
     def write_trace(self) -> None:
         """Write what was traced so far to this rank's file, if tracing was asked for."""

@@ -14,7 +14,8 @@ class Timeouts:
     ==============  =======  ==============================================================
     field           default  what happens then
     ==============  =======  ==============================================================
-    `connect_s`         60   forming the job: `JobError` that says who is missing
+    `meet_s`           600   the workers meet at the rendezvous: `JobError` that says who is missing
+    `connect_s`         60   all have met, and connect to each other: `UnreachableError`
     `silence_s`         10   no heartbeat from a peer: it is lost (`PeerLost`)
     `warn_s`            30   a warning "still waiting for rank k", then again every `warn_s`
     `arrive_s`         600   a peer that is alive did not arrive: `WireTimeout`
@@ -25,6 +26,7 @@ class Timeouts:
     60.0
     """
 
+    meet_s: float = 600.0
     connect_s: float = 60.0
     silence_s: float = 10.0
     warn_s: float = 30.0
@@ -32,7 +34,7 @@ class Timeouts:
     leave_s: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("connect_s", "silence_s", "warn_s", "arrive_s", "leave_s"):
+        for name in ("meet_s", "connect_s", "silence_s", "warn_s", "arrive_s", "leave_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigurationError(
@@ -50,7 +52,8 @@ class Timeouts:
         """All deadlines from the one number people think of: how long to wait for a peer that is alive."""
         seconds = float(seconds)
         return cls(
-            connect_s=max(10.0, min(60.0, seconds)),
+            meet_s=max(10.0, seconds),
+            connect_s=max(10.0, seconds),
             silence_s=max(0.5, min(10.0, seconds)),
             warn_s=max(0.5, min(30.0, seconds / 2)),
             arrive_s=seconds,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from stretto.errors import ConfigurationError, SecretError
 from stretto.job.detect import Launch, detect
+from stretto.timeouts import Timeouts
 
 SECRET = "5a" * 32
 STRETTO = {
@@ -21,6 +23,7 @@ TORCHRUN = {
     "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "2",
     "TORCHELASTIC_USE_AGENT_STORE": "True", "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
 }  # fmt: skip
+TWO_HOSTS = {"WORLD_SIZE": "4", "RANK": "3"}
 SLURM = {
     "SLURM_PROCID": "4", "SLURM_NTASKS": "5", "SLURM_LOCALID": "0", "SLURM_NODEID": "2",
     "SLURM_TASKS_PER_NODE": "2(x2),1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "STRETTO_SECRET": SECRET,
@@ -50,7 +53,8 @@ def place(launch: Launch) -> tuple[str, int, int, int, int, str | None, bool]:
         (STRETTO | {"STRETTO_ENCRYPT": "off"}, ("stretto", 3, 4, 1, 2, "node0:29400", False)),
         ({"STRETTO_RANK": "0", "STRETTO_WORLD_SIZE": "1"}, ("stretto", 0, 1, 0, 1, None, False)),
         (TORCHRUN, ("torchrun", 1, 2, 1, 2, None, False)),
-        (TORCHRUN | {"WORLD_SIZE": "4", "RANK": "3"}, ("torchrun", 3, 4, 1, 2, None, True)),
+        (TORCHRUN | TWO_HOSTS | {"STRETTO_SECRET": SECRET}, ("torchrun", 3, 4, 1, 2, None, True)),
+        (TORCHRUN | TWO_HOSTS | {"STRETTO_ENCRYPT": "off"}, ("torchrun", 3, 4, 1, 2, None, False)),
         (SLURM, ("slurm", 4, 5, 0, 1, "node0:29501", True)),
         (SLURM | {"SLURM_NODEID": "0", "SLURM_PROCID": "1"}, ("slurm", 1, 5, 0, 2, "node0:29501", True)),
         (OPENMPI, ("openmpi", 1, 2, 1, 2, "127.0.0.1:29501", False)),
@@ -90,6 +94,8 @@ def test_a_restarted_torchrun_group_has_another_name_than_the_first() -> None:
         (STRETTO | {"STRETTO_TIMEOUT": "soon"}, "STRETTO_TIMEOUT='soon'"),
         (STRETTO | {"STRETTO_TIMEOUT": "-1"}, "STRETTO_TIMEOUT='-1'"),
         (STRETTO | {"STRETTO_TIMEOUT": "inf"}, "STRETTO_TIMEOUT='inf'"),
+        (STRETTO | {"STRETTO_MEET_TIMEOUT": "0"}, "STRETTO_MEET_TIMEOUT='0'"),
+        (STRETTO | {"STRETTO_RESTART_COUNT": "x"}, "STRETTO_RESTART_COUNT='x'"),
         ({"STRETTO_RANK": "0"}, "STRETTO_WORLD_SIZE is not"),
         ({"STRETTO_WORLD_SIZE": "2"}, "STRETTO_RANK is not"),
         (TORCHRUN | {"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0'"),
@@ -110,7 +116,7 @@ def test_nonsense_is_an_error_that_names_variable_and_value(environ: dict[str, s
     assert names in str(caught.value)
 
 
-@pytest.mark.parametrize("environ", [STRETTO, SLURM, MPICH])
+@pytest.mark.parametrize("environ", [STRETTO, SLURM, MPICH, TORCHRUN | TWO_HOSTS])
 def test_several_hosts_without_a_secret_are_refused_with_what_to_export(environ: dict[str, str]) -> None:
     with pytest.raises(SecretError, match=r"(?s)STRETTO_SECRET_FILE.*stretto secret > job.secret"):
         detect({name: value for name, value in environ.items() if name != "STRETTO_SECRET"})
@@ -128,7 +134,32 @@ def test_the_secret_may_come_from_a_file_and_is_never_printed(tmp_path: Path) ->
     assert SECRET not in repr(launch) and repr(launch.secret) not in repr(launch)
 
 
-def test_timeout_and_interface_are_read() -> None:
-    launch = detect({"STRETTO_TIMEOUT": "2.5", "STRETTO_INTERFACE": "eth1"})
+def test_what_the_user_may_set_is_read() -> None:
+    launch = detect({"STRETTO_TIMEOUT": "2.5", "STRETTO_INTERFACE": "eth1", "STRETTO_STRATEGY": "ddp()"})
 
-    assert (launch.timeout_s, launch.interface) == (2.5, "eth1")
+    assert (launch.timeout_s, launch.interface, launch.strategy) == (2.5, "eth1", "ddp()")
+    assert detect({}).strategy is None
+    assert detect(STRETTO | {"STRETTO_RESTART_COUNT": "2"}).restart == detect(TORCHRUN).restart == 2
+    # Nodes count their restarts each for itself, and their traces belong together all the same.
+    assert detect(STRETTO).run == detect(STRETTO | {"STRETTO_RESTART_COUNT": "2"}).run
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Timeouts()),
+        ({"STRETTO_TIMEOUT": "900"}, Timeouts.of(900)),
+        ({"STRETTO_MEET_TIMEOUT": "5"}, Timeouts(meet_s=5)),
+        ({"STRETTO_TIMEOUT": "60", "STRETTO_MEET_TIMEOUT": "3600"}, dataclasses.replace(Timeouts.of(60), meet_s=3600)),
+    ],
+)
+def test_timeouts_are_as_the_environment_says(environ: dict[str, str], expected: Timeouts) -> None:
+    assert detect(environ).timeouts == expected
+
+
+@pytest.mark.parametrize("seconds", [10, 60, 600, 100_000])
+def test_no_deadline_for_starting_is_below_what_was_asked_for(seconds: float) -> None:
+    timeouts = Timeouts.of(seconds)
+
+    assert timeouts.meet_s == timeouts.connect_s == timeouts.arrive_s == seconds
+    assert Timeouts.of(1).meet_s == Timeouts.of(1).connect_s == 10  # importing torch takes longer than a second

@@ -58,3 +58,43 @@ def test_loopback_addresses_are_known_as_such() -> None:
     assert [hosts.is_loopback(ip) for ip in ("127.0.1.1", "::1", "localhost", "10.0.0.1", "node0")] == [
         True, True, True, False, False,
     ]  # fmt: skip
+
+
+CARDS = [("lo", "127.0.0.1"), ("docker0", "172.17.0.1"), ("eth0", "10.0.0.5"), ("lo", "::1"), ("eth0", "2001:db8::5")]
+
+
+@pytest.mark.parametrize(
+    ("cards", "loopback", "published"),
+    [
+        (CARDS, "127.0.1.1", "10.0.0.5"),  # the bridge for containers leads nowhere
+        (CARDS, "::1", "2001:db8::5"),
+        ([*CARDS[:1], *CARDS[2:]], "127.0.1.1", "10.0.0.5"),  # an address of the other kind makes no second candidate
+        ([CARDS[0], CARDS[4]], "127.0.1.1", "2001:db8::5"),
+        (CARDS[:2], "127.0.1.1", "172.17.0.1"),  # the only one
+    ],
+)
+def test_a_host_whose_own_name_means_loopback_publishes_the_address_that_leads_outside(
+    monkeypatch: pytest.MonkeyPatch, cards: list[tuple[str, str]], loopback: str, published: str
+) -> None:
+    routes = {"node0": loopback, hosts.ELSEWHERE[0]: "10.0.0.5", hosts.ELSEWHERE[1]: "2001:db8::5"}
+    monkeypatch.setattr(hosts, "interfaces", lambda: cards)
+    monkeypatch.setattr(hosts, "route_towards", lambda host, port: routes[host])
+
+    assert hosts.address_for_others("node0", 29400) == published
+
+
+def test_a_host_without_a_way_outside_says_which_addresses_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def route(host: str, port: int) -> str:
+        if host in hosts.ELSEWHERE:
+            raise RendezvousError("no route")
+        return "127.0.1.1"
+
+    monkeypatch.setattr(hosts, "interfaces", lambda: CARDS)
+    monkeypatch.setattr(hosts, "route_towards", route)
+    with pytest.raises(RendezvousError, match=r"docker0 \(172.17.0.1\), eth0 \(10.0.0.5\).*\n.*STRETTO_INTERFACE"):
+        hosts.address_for_others("node0", 29400)
+
+
+@pytest.mark.parametrize(("host", "name"), [("node0", True), ("localhost", True), ("10.0.0.5", False), ("::1", False)])
+def test_names_are_told_from_addresses(host: str, name: bool) -> None:
+    assert hosts.is_name(host) == name

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from preloaded import Preloaded
 from stretto.errors import ConfigurationError, JobError, PeerLost, WorkerFailed
 from stretto.job import in_process
 from stretto.job.hosts import interface_of
@@ -189,3 +190,61 @@ def test_a_killed_program_leaves_no_worker_and_no_child_of_one_behind(tmp_path: 
 
     for pid in everybody:
         wait_until_dead(pid)
+
+
+# Cells of a notebook: their functions are in `__main__`, and no file stands behind them.
+KERNEL = '''
+import torch
+import stretto
+from stretto.job.in_process import launch
+from torch.utils.checkpoint import checkpoint
+
+CELLS = """
+def train(steps):
+    torch.manual_seed(stretto.rank())
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stretto.distribute(model, optimizer)
+    for _ in range(steps):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    return stretto.rank(), stretto.world_size(), model.weight.tolist()
+
+def work(steps):
+    stretto.init()
+    return train(steps)
+
+def nest(x, depth):
+    return x * x if depth == 0 else checkpoint(nest, x, depth - 1, use_reentrant=True)
+"""
+exec(compile(CELLS, "<cell 1>", "exec"))
+
+def show(results):
+    print([result[:2] for result in results], results[0][2] == results[1][2])
+
+show(launch(work, 2, 2))
+stretto.init()
+print(train(2)[:2])
+show(launch(work, 2, 2))  # after a job of one has trained in the kernel
+print(stretto.rank(), stretto.world_size())
+stretto.shutdown()
+show(launch(work, 2, 2))
+
+nest(torch.ones(3, requires_grad=True), 80).sum().backward()  # so deep that autograd starts threads
+try:
+    launch(work, 2, 2)
+except stretto.WorkerFailed as failed:
+    print(failed)
+'''
+
+
+@pytest.mark.processes
+def test_a_kernel_that_has_trained_itself_launches_workers_that_begin_anew(tmp_path: Path, preloaded: Preloaded) -> None:
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    done = preloaded.run(tmp_path / "kernel.py", folder=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    two = "[(0, 2), (1, 2)] True"
+    assert done.stdout.splitlines()[:5] == [two, "(0, 1)", two, "0 1", two]
+    failed = done.stdout.split("\n", 5)[5]
+    assert "fork-based multiprocessing" in failed and "%%writefile" in failed and "restart" in failed

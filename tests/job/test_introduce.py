@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stretto.errors import ConfigurationError, JobError, RendezvousError, SecretError, StrettoError, UnreachableError
@@ -26,13 +27,13 @@ from stretto.job import settle as settle_module
 from stretto.job.detect import Launch, detect
 from stretto.job.hosts import host_identity
 from stretto.job.introduce import farewell, introduce, local_address, settle
-from stretto.job.membership import FromCoordinator, FromWorker, Peer
+from stretto.job.membership import FromCoordinator, FromWorker, Peer, Waiting
 from stretto.timeouts import Timeouts
 
 SECRET = bytes(range(32))
-PATIENT = Timeouts(connect_s=60)
-SHORT = Timeouts(connect_s=1.5)
-ENOUGH_TO_JOIN = Timeouts(connect_s=5)  # also on a machine that stands still for a second or two
+PATIENT = Timeouts(meet_s=60)
+SHORT = Timeouts(meet_s=1.5)
+ENOUGH_TO_JOIN = Timeouts(meet_s=5)  # also on a machine that stands still for a second or two
 ADDRESS = r"127\.0\.0\.1|an unknown address"  # on one machine a connection may be over before it can be asked who it was
 
 
@@ -125,7 +126,7 @@ def test_a_wrong_secret_is_a_secret_error_at_once_and_the_others_still_meet(encr
         stranger = launch_of(1, 2, address, secret=bytes(32), encrypt=encrypt)
         with pytest.raises(SecretError, match="not the coordinator's") as caught:
             worker(stranger)()
-        assert time.monotonic() - started < PATIENT.connect_s / 2
+        assert time.monotonic() - started < PATIENT.meet_s / 2
         assert SECRET.hex() not in str(caught.value)
 
         tables = together(*(worker(launch_of(rank, 2, address, encrypt=encrypt)) for rank in range(2)))
@@ -155,7 +156,7 @@ def test_who_waits_is_told_at_once_that_somebody_with_another_secret_was_refused
 def test_who_waits_for_a_worker_that_encrypts_otherwise_is_told_so(encrypt: bool) -> None:
     with coordinator(2, "--encrypted" if encrypt else "--plain") as (_, address):
         honest, other = together(
-            worker(launch_of(0, 2, address, encrypt=encrypt), Timeouts(connect_s=7)),
+            worker(launch_of(0, 2, address, encrypt=encrypt), Timeouts(meet_s=7)),
             worker(launch_of(1, 2, address, encrypt=not encrypt)),
         )
 
@@ -180,6 +181,26 @@ def test_a_missing_rank_is_named_to_every_worker_that_waited(caplog: pytest.LogC
     for outcome in outcomes:
         assert type(outcome) is JobError
         assert re.match(r"Rank 1 of 3 did not join within [1-4] s; ranks 0, 2 waited", str(outcome)), outcome
+        assert "--meet-timeout" in str(outcome) and "STRETTO_MEET_TIMEOUT" in str(outcome)
+
+
+def test_a_coordinator_that_was_there_and_has_ended_is_not_waited_for_as_one_that_has_yet_to_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joined = threading.Event()
+    hear = introduce_module._Introduction._hear
+
+    def hear_and_tell(self: introduce_module._Introduction, waiting: Waiting) -> None:
+        hear(self, waiting)
+        joined.set()
+
+    monkeypatch.setattr(introduce_module._Introduction, "_hear", hear_and_tell)
+    with coordinator(2) as (process, address), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(worker(launch_of(0, 2, address), Timeouts(meet_s=90, connect_s=0.5)))
+        assert joined.wait(60)
+        process.kill()
+        with pytest.raises(RendezvousError, match=r"which rank 0 had joined, has ended and did not come back within 0.5 s"):
+            waiting.result(100)
 
 
 def test_who_waits_long_is_told_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -248,7 +269,7 @@ def test_an_unreachable_rendezvous_is_an_error_with_host_port_and_what_to_check(
 
 def test_a_host_name_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(RendezvousError, match=r"no-such-host.invalid:4242 cannot be found"):
-        worker(launch_of(0, 2, "no-such-host.invalid:4242"), Timeouts(connect_s=0.2))()
+        worker(launch_of(0, 2, "no-such-host.invalid:4242"), Timeouts(meet_s=0.2))()
 
 
 def test_another_program_at_the_rendezvous_is_not_taken_for_a_coordinator() -> None:
@@ -361,7 +382,7 @@ def test_a_secret_left_by_a_dead_job_is_not_used(tmp_path: Path, monkeypatch: py
     settle_module._write_secret(mpi_launch(0, 4000), SECRET)
 
     with pytest.raises(SecretError, match="rank 1 waited for rank 0"):
-        settle(mpi_launch(1, 4000), Timeouts(connect_s=0.2))
+        settle(mpi_launch(1, 4000), Timeouts(meet_s=0.2))
 
 
 def test_a_port_in_use_under_mpi_is_an_error_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,13 +391,79 @@ def test_a_port_in_use_under_mpi_is_an_error_of_rank_0(tmp_path: Path, monkeypat
         settle(mpi_launch(0, int(taken.rpartition(":")[2]) - 1), PATIENT)
 
 
+class Store(dict[str, bytes]):
+    """torchrun's store: everybody who reaches it may read and write."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+
+def torchrun_launch(rank: int, local_world_size: int, **more: str) -> Launch:
+    return detect(
+        {
+            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank % local_world_size), "STRETTO_INTERFACE": "lo",
+            "LOCAL_WORLD_SIZE": str(local_world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000",
+            "TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_USE_AGENT_STORE": "True", **more,
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("launches", "travels"),
+    [
+        ([torchrun_launch(rank, 2) for rank in range(2)], False),
+        ([torchrun_launch(rank, 2, STRETTO_ENCRYPT="on") for rank in range(2)], False),
+        ([torchrun_launch(rank, 1, STRETTO_SECRET=SECRET.hex()) for rank in range(2)], False),
+        ([torchrun_launch(rank, 1, STRETTO_ENCRYPT="off") for rank in range(2)], True),
+    ],
+    ids=["one host", "one host, encrypted", "two hosts", "two hosts that trust their network"],
+)
+def test_the_secret_goes_through_the_store_of_torchrun_only_where_the_network_is_trusted(
+    launches: list[Launch], travels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store()
+    (key,) = {f"stretto/{launch.run}/2" for launch in launches}
+    store[key] = b"{"  # a stranger was here first
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(settle_module, "_open_store", lambda launch, timeouts: store)
+    with ThreadPoolExecutor(2) as pool:
+        settled = [future.result(60) for future in [pool.submit(settle, launch, PATIENT) for launch in launches]]
+
+    assert settled[0].secret is not None and settled[0].secret == settled[1].secret
+    assert settled[0].rendezvous == settled[1].rendezvous is not None
+    assert (settled[0].secret.hex().encode() in b"".join(store.values())) == travels
+    tables = together(*(worker(launch) for launch in settled))
+    assert isinstance(tables[0], list) and tables[0] == tables[1]
+    assert not [file for folder in tmp_path.iterdir() for file in folder.iterdir()]  # gone once they have met
+    for launch in settled:
+        farewell(launch)
+
+
+def test_a_secret_that_somebody_put_into_the_store_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    launch = torchrun_launch(1, 2)
+    with listener() as strangers:
+        planted = settle_module._Meeting(strangers, False, bytes(32).hex())
+        monkeypatch.setattr(
+            settle_module, "_open_store", lambda *_: Store({f"stretto/{launch.run}/2": msgspec.json.encode(planted)})
+        )
+        with pytest.raises(SecretError, match="rank 1 waited for rank 0 to leave the job's secret"):
+            settle(launch, Timeouts(meet_s=0.3))
+
+
 TORCHRUN_SCRIPT = """
 import os, socket
 from stretto.job.detect import detect
 from stretto.job.introduce import farewell, introduce, local_address, settle
 from stretto.timeouts import Timeouts
 
-timeouts = Timeouts(connect_s=100)
+timeouts = Timeouts(meet_s=100)
 launch = settle(detect(os.environ), timeouts)
 ip, interface = local_address(launch)
 with socket.create_server((ip, 0)) as server:

@@ -6,6 +6,7 @@ Where the launcher's own patience decides what is seen, a test sets it (`patienc
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pty
 import re
@@ -23,6 +24,8 @@ import pytest
 from stretto.errors import ConfigurationError
 from stretto.job import hosts, launch, launch_plan
 from stretto.job.launch_report import Failure, Lost, culprit, failure_block, last_words, lost_block, what_it_does
+from stretto.lab.environment import Run
+from stretto.lab.messages import Command
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -199,6 +202,16 @@ def test_a_reader_that_goes_away_ends_the_job(start: Start, tmp_path: Path) -> N
     wait_until_dead(everybody)
 
 
+@pytest.mark.parametrize(("options", "code"), [([], 0), (["fails"], 5)])
+def test_a_full_disk_under_the_log_does_not_end_the_job(start: Start, options: tuple[str, ...], code: int) -> None:
+    with open("/dev/full", "w") as full:
+        launcher = start("print('x' * 100); sys.exit(5 if 'fails' in sys.argv else 0)", args=tuple(options), stdout=full)
+        _, errors = launcher.communicate(timeout=LIMIT_S)
+
+    assert launcher.returncode == code
+    assert "stretto: standard output cannot be written (No space left on device); the job goes on" in errors
+
+
 def test_a_reader_that_pauses_does_not_hide_a_failure(start: Start, tmp_path: Path) -> None:
     launcher = start(
         """
@@ -280,14 +293,14 @@ def test_a_killed_launcher_leaves_nobody_behind(start: Start, tmp_path: Path) ->
     wait_until_dead(everybody)
 
 
-def test_a_killed_keeper_takes_the_workers_along(start: Start, tmp_path: Path) -> None:
-    launcher = start("mark(f'parent{rank}', os.getppid()); mark(f'worker{rank}.pid', os.getpid()); time.sleep(600)", "-n", "2")
-    wait_until("both run", lambda: all((tmp_path / f"worker{rank}.pid").exists() for rank in range(2)))
+def test_a_killed_keeper_takes_the_workers_and_their_children_along(start: Start, tmp_path: Path) -> None:
+    launcher = start("mark(f'parent{rank}', os.getppid()); have_children(); time.sleep(600)", "-n", "2")
+    everybody = pids(tmp_path, 2)
     keeper = int((tmp_path / "parent0").read_text())
     assert keeper != launcher.pid
     os.kill(keeper, signal.SIGKILL)
 
-    wait_until_dead([int((tmp_path / f"worker{rank}.pid").read_text()) for rank in range(2)])
+    wait_until_dead(everybody)
     _, errors = launcher.communicate(timeout=LIMIT_S)
     assert launcher.returncode == 2 and f"pid {keeper}" in errors
 
@@ -469,7 +482,7 @@ def test_a_failure_by_signal_is_named() -> None:
 # Stopping.
 
 
-def test_ctrl_c_is_a_clean_stop(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_is_a_clean_stop_and_no_reason_to_start_again(start: Start, tmp_path: Path) -> None:
     launcher = start(
         """
         have_children()
@@ -480,6 +493,8 @@ def test_ctrl_c_is_a_clean_stop(start: Start, tmp_path: Path) -> None:
         """,
         "-n",
         "2",
+        "--max-restarts",
+        "3",
         patience={"INTERRUPT_S": FOR_EVER_S},  # they leave by themselves, however long that takes
     )
     everybody = pids(tmp_path, 2)
@@ -513,12 +528,13 @@ def test_a_second_ctrl_c_kills(start: Start, tmp_path: Path) -> None:
     wait_until_dead(everybody)
 
 
-def test_sigterm_to_the_launcher_ends_the_workers(start: Start, tmp_path: Path) -> None:
-    launcher = start("have_children()\ntime.sleep(600)", "-n", "2")
+def test_sigterm_to_the_launcher_ends_the_workers_for_good(start: Start, tmp_path: Path) -> None:
+    launcher = start("have_children()\ntime.sleep(600)", "-n", "2", "--max-restarts", "3", patience={"RESTART_S": 0.01})
     everybody = pids(tmp_path, 2)
     launcher.terminate()
+    _, errors = launcher.communicate(timeout=LIMIT_S)
 
-    assert launcher.wait(LIMIT_S) == 128 + signal.SIGTERM
+    assert launcher.returncode == 128 + signal.SIGTERM and "restart" not in errors
     wait_until_dead(everybody)
 
 
@@ -529,8 +545,10 @@ def test_workers_get_the_environment_of_the_contract(start: Start) -> None:
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
     wanted = [*names, *(f"STRETTO_{name}" for name in names), "STRETTO_RENDEZVOUS", "STRETTO_SECRET", "STRETTO_ENCRYPT"]
     wanted += ["MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "STRETTO_TIMEOUT", "GLOO_SOCKET_IFNAME"]
+    wanted += ["STRETTO_MEET_TIMEOUT", "STRETTO_STRATEGY", "STRETTO_RESTART_COUNT"]
     environ = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
-    launcher = start(f"print(*[os.environ[name] for name in {wanted}])", "-n", "2", "--timeout", "9", env=environ)
+    options = ["--timeout", "9", "--meet-timeout", "900", "--strategy", "power_sgd(rank=2)"]
+    launcher = start(f"print(*[os.environ[name] for name in {wanted}])", "-n", "2", *options, env=environ)
     output, errors = launcher.communicate(timeout=LIMIT_S)
 
     assert launcher.returncode == 0, errors
@@ -541,7 +559,8 @@ def test_workers_get_the_environment_of_the_contract(start: Start) -> None:
         assert re.fullmatch(r"127\.0\.0\.1:\d+", values["STRETTO_RENDEZVOUS"])
         assert re.fullmatch(r"[0-9a-f]{64}", values["STRETTO_SECRET"])
         assert values["STRETTO_ENCRYPT"] == "off" and values["STRETTO_TIMEOUT"] == "9"
-        assert values["MASTER_ADDR"] == "127.0.0.1" and values["OMP_NUM_THREADS"] == "1"
+        assert values["MASTER_ADDR"] == "127.0.0.1" and values["OMP_NUM_THREADS"] == str(launch_plan.threads_each(2))
+        assert [values[name] for name in wanted[-3:]] == ["900", "power_sgd(rank=2)", "0"]
         assert values["MASTER_PORT"] != values["STRETTO_RENDEZVOUS"].rpartition(":")[2]
         assert values["GLOO_SOCKET_IFNAME"] == hosts.interface_of("127.0.0.1")
 
@@ -552,6 +571,16 @@ def test_what_the_user_has_set_for_torch_is_kept(start: Start) -> None:
     launcher = start(script, "-n", "2", "--no-prefix", env=environ)
 
     assert launcher.communicate(timeout=LIMIT_S)[0] == "3 mine\n3 mine\n"
+
+
+@pytest.mark.parametrize(("processors", "workers", "threads"), [(64, 8, 8), (7, 2, 3), (2, 4, 1), (1, 2, 1)])
+def test_workers_share_the_processors_out_among_them(
+    monkeypatch: pytest.MonkeyPatch, processors: int, workers: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processors)))
+
+    assert launch_plan.torch_defaults(workers, None) == {"OMP_NUM_THREADS": str(threads)}
+    assert launch_plan.torch_defaults(1, None) == {}  # torch's own choice is right for one
 
 
 def test_between_machines_gloo_gets_the_interface_that_leads_to_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,35 +594,46 @@ def test_between_machines_gloo_gets_the_interface_that_leads_to_the_rendezvous(m
     assert launch_plan.gloo_interface(("node0", 29400), {}) is None  # either of two might be meant: gloo shall look for itself
 
 
-@pytest.mark.parametrize(
-    ("option", "variable", "expected"),
-    [
-        ([], None, "off"),
-        ([], "on", "on"),
-        (["--encrypt"], None, "on"),
-        (["--encrypt"], "off", "on"),
-        (["--no-encrypt"], "on", "off"),
-    ],
-)
+@pytest.mark.parametrize(("option", "variable", "expected"), [("--encrypt", "off", "on"), ("--no-encrypt", "on", "off")])
 def test_encryption_is_as_the_user_says_and_workers_and_coordinator_agree(
-    start: Start, option: list[str], variable: str | None, expected: str
+    start: Start, option: str, variable: str, expected: str
 ) -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "STRETTO_ENCRYPT"}
-    environ |= {} if variable is None else {"STRETTO_ENCRYPT": variable}
-    launcher = start(MEET + "    print(os.environ['STRETTO_ENCRYPT'])", "-n", "2", "--no-prefix", *option, env=environ)
+    environ = os.environ | {"STRETTO_ENCRYPT": variable}
+    launcher = start(MEET + "    print(os.environ['STRETTO_ENCRYPT'])", "-n", "2", "--no-prefix", option, env=environ)
     output, errors = launcher.communicate(timeout=LIMIT_S)
 
     assert launcher.returncode == 0, errors
     assert sorted(output.splitlines()) == ["met [0, 1]"] * 2 + [expected] * 2
 
 
-def test_encryption_between_machines_can_be_turned_off() -> None:
-    plan = launch_plan.RunPlan(command=("x.py",), workers=1, nodes=2, secret=bytes(32))
+def test_no_secret_is_shown_by_the_repr_of_what_holds_it() -> None:
+    plan = launch_plan.RunPlan(command=("x.py",), workers=1, secret=b"\x5a" * 32)
+    run = Run(world_size=2, rendezvous=None, secret="5a" * 32, encrypt=False, master_port=1)
+    command = Command(argv=[b"python"], environment={"STRETTO_SECRET": b"5a" * 32}, directory=b"/")
 
-    assert launch_plan.encrypted(plan, {})
-    assert not launch_plan.encrypted(plan, {"STRETTO_ENCRYPT": "off"})
+    for shown in map(repr, (plan, run, command)):
+        assert "5a5a" not in shown and "ZZZZ" not in shown, shown
+
+
+@pytest.mark.parametrize(
+    ("nodes", "option", "variable", "expected"),
+    [
+        (1, None, None, False),
+        (1, None, "on", True),
+        (1, True, None, True),
+        (2, None, None, True),
+        (2, None, "off", False),
+        (2, False, "on", False),
+    ],
+)
+def test_the_command_line_decides_on_encryption_then_the_variable_then_the_number_of_machines(
+    nodes: int, option: bool | None, variable: str | None, expected: bool
+) -> None:
+    plan = launch_plan.RunPlan(command=("x.py",), workers=1, nodes=nodes, secret=bytes(32), encrypt=option)
+
+    assert launch_plan.encrypted(plan, {} if variable is None else {"STRETTO_ENCRYPT": variable}) == expected
     with pytest.raises(ConfigurationError, match="STRETTO_ENCRYPT='maybe'"):
-        launch_plan.encrypted(plan, {"STRETTO_ENCRYPT": "maybe"})
+        launch_plan.encrypted(dataclasses.replace(plan, encrypt=None), {"STRETTO_ENCRYPT": "maybe"})
 
 
 def test_arguments_reach_the_script_untouched(start: Start) -> None:
@@ -651,20 +691,125 @@ MEET = """
 """
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_workers_meet_through_the_coordinator_the_launcher_started(start: Start, tmp_path: Path, nodes: int) -> None:
+def test_workers_meet_through_the_coordinator_the_launcher_started(start: Start) -> None:
+    launcher = start(MEET, "-n", "2", "--no-prefix")
+    output, errors = launcher.communicate(timeout=LIMIT_S)
+
+    assert launcher.returncode == 0, errors
+    assert output == "met [0, 1]\n" * 2
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
     secret = tmp_path / "job.secret"
     secret.write_text("6" * 64)
     secret.chmod(0o600)
-    meeting = ["--rendezvous", f"127.0.0.1:{launch_plan.free_port()}", "--secret-file", str(secret)]
-    options = ["-n", "2", "--nodes", str(nodes), "--no-prefix", *(meeting if nodes > 1 else [])]
+    return secret
+
+
+def test_nodes_meet_where_the_name_of_node_0_means_a_loopback_address_on_its_own_machine(start: Start, secret_file: Path) -> None:
+    """As on Debian. Node 1, which is the same machine here, knows node 0 by another address."""
+    port = launch_plan.free_port()
     # The nodes are one machine here: a loopback address is not published to "other machines" unless asked for.
     environ = {**os.environ, "STRETTO_INTERFACE": "lo"}
-    launchers = [start(MEET, *options, "--node", str(node), env=environ) for node in range(nodes)]
+    options = ["-n", "2", "--nodes", "2", "--no-prefix", "--secret-file", str(secret_file)]
+    node_1 = start(MEET, *options, "--node", "1", "--rendezvous", f"127.0.1.1:{port}", env=environ)
+    node_0 = start(MEET, *options, "--node", "0", "--rendezvous", f"localhost:{port}", env=environ)
+    outputs = [launcher.communicate(timeout=LIMIT_S) for launcher in (node_0, node_1)]
+
+    assert [node_0.returncode, node_1.returncode] == [0, 0], outputs
+    assert all(output == "met [0, 1, 2, 3]\n" * 2 for output, _ in outputs)
+    said = "localhost means 127.0.0.1, which no other machine can reach; node 0 listens on all of its addresses"
+    assert said in outputs[0][1] and "its workers publish 127.0.0.1 (lo;" in outputs[0][1]
+
+
+def test_where_node_0_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind(host: str, nodes: int = 2) -> str:
+        plan = launch_plan.RunPlan(command=("x",), workers=1, nodes=nodes, rendezvous=(host, 0), secret=bytes(32))
+        return launch_plan.bind_address(plan)[0]
+
+    assert bind("localhost") == "0.0.0.0"
+    assert bind("localhost", nodes=1) == bind("127.0.0.1") == "127.0.0.1"  # an address is meant as it stands
+    monkeypatch.setattr(hosts, "resolve", lambda host, port: (socket.AF_INET6, "::1"))
+    assert bind("node0") == "::"
+
+
+# Restarts.
+
+
+RESTARTED = """
+    attempt = int(os.environ["STRETTO_RESTART_COUNT"])
+    print(rank, "attempt", attempt, os.environ["STRETTO_RENDEZVOUS"])
+    if rank == 1 and attempt < 2: sys.exit(7)
+    if attempt < 2: wait_for("never", seconds=600)
+"""
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(2, 0), (1, 7)])
+def test_a_failed_job_is_started_again_as_often_as_asked(start: Start, restarts: int, code: int) -> None:
+    quick = {"RESTART_S": 0.01, "LAST_WORDS_S": 0.01}
+    launcher = start(RESTARTED, "-n", "2", "--no-prefix", "--max-restarts", str(restarts), patience=quick)
+    output, errors = launcher.communicate(timeout=LIMIT_S)
+
+    assert launcher.returncode == code, errors
+    lines = [line.split() for line in output.splitlines()]
+    assert {(rank, attempt) for rank, _, attempt, _ in lines} >= {("1", str(attempt)) for attempt in range(restarts + 1)}
+    assert len({rendezvous for *_, rendezvous in lines}) == restarts + 1  # another coordinator each time
+    assert errors.count("stretto: rank 1 of 2 failed first") == min(restarts + 1, 2)
+    assert re.findall(r"started again in \S+ s \(restart (\d) of (\d)\)", errors) == [
+        (str(number), str(restarts)) for number in range(1, restarts + 1)
+    ]
+
+
+def test_the_pause_before_a_restart_can_be_interrupted(start: Start) -> None:
+    launcher = start("sys.exit(3)", "--max-restarts", "3", patience={"RESTART_S": FOR_EVER_S, "LONGEST_RESTART_S": FOR_EVER_S})
+    assert launcher.stderr is not None
+    while "started again in 600 s" not in launcher.stderr.readline():
+        pass
+    launcher.send_signal(signal.SIGINT)
+
+    assert launcher.wait(LIMIT_S) == 130
+    assert [launch.restart_pause(attempt) for attempt in (0, 1, 2, 3, 4, 5, 5000)] == [1, 2, 4, 8, 16, 30, 30]
+
+
+# Node 1 fails, is started again, and comes back to a rendezvous where the first attempt has not ended yet: node 0's worker learns
+# of the loss only once the restarted one has been told to wait.
+MEET_AGAIN = """
+    import socket
+    from stretto.errors import PeerLost
+    from stretto.job import introduce as introducing
+    from stretto.job.detect import detect
+    from stretto.job.settle import local_address
+    from stretto.timeouts import Timeouts
+    attempt = int(os.environ["STRETTO_RESTART_COUNT"])
+    hear = introducing._Introduction._hear
+    def hear_and_mark(self, waiting):
+        mark(f"told{rank}-{attempt}")
+        hear(self, waiting)
+    introducing._Introduction._hear = hear_and_mark
+    launch = detect(os.environ)
+    listener = socket.create_server((local_address(launch)[0], 0))
+    peers = introducing.introduce(launch, "%s:%d" % listener.getsockname()[:2], Timeouts(meet_s=50))
+    print("met", sorted(peer.rank for peer in peers), "in attempt", attempt, flush=True)
+    if attempt == 0:
+        if rank == 1: sys.exit(3)
+        wait_for("told1-1")
+        raise PeerLost(1, "its connection closed")
+    introducing.farewell(launch)
+"""
+
+
+def test_two_nodes_start_again_and_meet_at_the_same_rendezvous(start: Start, secret_file: Path) -> None:
+    environ = {**os.environ, "STRETTO_INTERFACE": "lo"}
+    options = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{launch_plan.free_port()}", "--secret-file", str(secret_file)]
+    options += ["--max-restarts", "1", "--no-prefix"]
+    launchers = [start(MEET_AGAIN, *options, "--node", str(node), env=environ, patience={"RESTART_S": 0.01}) for node in range(2)]
     outputs = [launcher.communicate(timeout=LIMIT_S) for launcher in launchers]
 
-    assert [launcher.returncode for launcher in launchers] == [0] * nodes, outputs
-    assert all(output == f"met {list(range(2 * nodes))}\n" * 2 for output, _ in outputs)
+    assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+    for output, errors in outputs:
+        assert output == "met [0, 1] in attempt 0\nmet [0, 1] in attempt 1\n"
+        assert "restart 1 of 1" in errors
 
 
 def test_a_node_with_another_secret_is_noticed_by_the_node_that_waits_for_it(start: Start, tmp_path: Path) -> None:
@@ -677,7 +822,7 @@ def test_a_node_with_another_secret_is_noticed_by_the_node_that_waits_for_it(sta
         secret.write_text(digit * 64)
         secret.chmod(0o600)
         options = ["--nodes", "2", "--node", str(node), "--rendezvous", meeting, "--secret-file", str(secret)]
-        script = f"mark('knocks{node}')\n" + textwrap.dedent(MEET).replace("Timeouts.of(60)", f"Timeouts(connect_s={patience_s})")
+        script = f"mark('knocks{node}')\n" + textwrap.dedent(MEET).replace("Timeouts.of(60)", f"Timeouts(meet_s={patience_s})")
         launchers.append(start(script, *options, env=environ))
         wait_until(f"node {node} runs", (tmp_path / f"knocks{node}").exists)
     of_1, of_0 = (launcher.communicate(timeout=LIMIT_S)[1] for launcher in launchers)
@@ -715,15 +860,38 @@ def test_a_rendezvous_that_cannot_work_is_refused_with_what_to_do() -> None:
     assert "without --rendezvous" in refusal("--nodes", "2", "--node", "0")
 
 
-def test_counts_that_cannot_work_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ((0, 1, None, 0), "-n 0"),
+        ((1, 2, 2, 0), "--node 2 with --nodes 2"),
+        ((1, 2, None, 0), "--nodes 2 without --node"),
+        ((1, 1, None, -1), "--max-restarts -1"),
+    ],
+)
+def test_counts_that_cannot_work_are_refused(counts: tuple[int, int, int | None, int], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        launch_plan.check_counts(*counts)
+
+
+def test_values_that_cannot_work_are_refused_on_the_command_line() -> None:
     assert "-n 0" in refusal("-n", "0")
-    assert "--node 2 with --nodes 2" in refusal("--nodes", "2", "--node", "2")
-    assert "--nodes 2 without --node" in refusal("--nodes", "2", "--rendezvous", "127.0.0.1:29400")
+    assert "--timeout 0: a timeout is" in refusal("--timeout", "0")
+    assert "--strategy 'ddp('" in refusal("--strategy", "ddp(")
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "inf", "-inf", "nan"])
 def test_a_timeout_that_is_none_is_refused(seconds: str) -> None:
-    assert f"--timeout {seconds}: a timeout is a positive number of seconds" in refusal("--timeout", seconds)
+    with pytest.raises(ConfigurationError, match=f"--meet-timeout {seconds}: a timeout is a positive number of seconds"):
+        launch_plan.check_seconds("--meet-timeout", float(seconds))
+
+
+@pytest.mark.parametrize("text", ["", "ddp(", "ddp(); ddp()", "{}", "1 + 1", "x" * 5000, "(" * 3000])
+def test_a_strategy_that_cannot_be_read_is_refused_before_anything_starts(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="--strategy"):
+        launch_plan.check_strategy(text)
+    launch_plan.check_strategy("ddp")
+    launch_plan.check_strategy(" Strategy(compress=ErrorFeedback(Sign())) ")
 
 
 def test_a_script_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:

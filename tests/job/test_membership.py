@@ -28,10 +28,14 @@ from stretto.job.membership import (
 HOST, ELSEWHERE = "alpha/11", "beta/22"
 
 
-def join_of(rank: int, size: int, token: str = "", *, host: str = HOST, address: str = "", patience_s: float = 10) -> Join:
+def join_of(
+    rank: int, size: int, token: str = "", *, host: str = HOST, address: str = "", patience_s: float = 10,
+    local_rank: int | None = None, restart: int = 0,
+) -> Join:  # fmt: skip
     return Join(
-        rank=rank, world_size=size, local_rank=rank, host=host, interface="eth1", pid=1000 + rank,
-        address=address or f"10.0.0.{rank + 1}:4242", token=token or f"t{rank}", patience_s=patience_s,
+        rank=rank, world_size=size, local_rank=rank if local_rank is None else local_rank, host=host, interface="eth1",
+        pid=1000 + rank, address=address or f"10.0.0.{rank + 1}:4242", token=token or f"t{rank}", patience_s=patience_s,
+        restart=restart,
     )  # fmt: skip
 
 
@@ -84,6 +88,34 @@ def test_a_second_worker_with_a_taken_rank_is_told_who_has_it_and_the_first_is_l
     reason = refusal(actions, b"second").reason
     assert "rank 1 is taken: pid 1001 on host alpha" in reason and "pid 1001 on host beta" in reason
     assert membership.phase is Phase.FORMING
+
+
+def test_while_the_job_forms_restarted_workers_replace_all_that_their_launcher_had_started_before() -> None:
+    membership = Membership(4, HOST)  # nodes of two workers; rank 2 of the second one never came, and rank 3 was ended with it
+    for rank in (0, 1, 3):
+        membership.join(name(rank), join_of(rank, 4, local_rank=rank % 2), now=0.0)
+        membership.reachable(rank, f"t{rank}")
+
+    membership.join(b"again 2", join_of(2, 4, token="new2", local_rank=0, restart=1), now=1.0)
+    assert membership.missing == [3]
+    assert membership.reachable(2, "new2") == []  # no table with an address at which nobody listens any more
+    membership.join(b"again 3", join_of(3, 4, token="new3", local_rank=1, restart=1), now=2.0)
+
+    assert set(messages(membership.reachable(3, "new3"))) == {name(0), name(1), b"again 2", b"again 3"}
+
+
+@pytest.mark.parametrize("ended", ["formed", "failed"])
+def test_a_restarted_worker_that_comes_to_the_attempt_before_is_asked_to_wait_for_the_next_one(ended: str) -> None:
+    membership = joined(3, 0, 1, 2) if ended == "formed" else joined(3, 0, 1)
+    for rank in range(3):
+        membership.reachable(rank, f"t{rank}")
+    membership.tick(100.0)
+    assert membership.phase.value == ended
+
+    actions = membership.join(b"again", join_of(1, 3, token="new", restart=1), now=101.0)
+
+    assert actions == [Send(b"again", Waiting([0, 2]))]
+    assert isinstance(messages(membership.join(b"other", join_of(1, 3, token="other"), now=101.0))[b"other"], Refused)
 
 
 def test_a_repeated_join_changes_nothing_but_where_the_answer_goes() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from stretto.job.output import HOLD_S, LONGEST, Lines, prefix_of, wants_colour
+from stretto.job.output import HOLD_S, LONGEST, STDERR, STDOUT, Lines, Screen, prefix_of, wants_colour
 
 
 def feed_all(pieces: list[bytes]) -> bytes:
@@ -85,3 +87,60 @@ def test_no_color_is_respected() -> None:
     assert wants_colour(Terminal(), {"TERM": "xterm"})
     assert not wants_colour(Terminal(), {"TERM": "xterm", "NO_COLOR": "1"})
     assert not wants_colour(io.StringIO(), {"TERM": "xterm"})
+
+
+REALLY_WRITE = os.write
+
+
+class Descriptors:
+    """What was written to 1 and 2, each of whose next writes may fail or be cut short."""
+
+    def __init__(self) -> None:
+        self.written = {STDOUT: b"", STDERR: b""}
+        self.planned: dict[int, list[int]] = {STDOUT: [], STDERR: []}  # > 0: so many bytes; < 0: that error
+
+    def write(self, target: int, data: bytes) -> int:
+        if target not in self.written:
+            return REALLY_WRITE(target, data)
+        outcome = self.planned[target].pop(0) if self.planned[target] else len(data)
+        if outcome < 0:
+            raise OSError(-outcome, os.strerror(-outcome))
+        self.written[target] += bytes(data[:outcome])
+        return outcome
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT])
+@pytest.mark.parametrize("target", [STDOUT, STDERR])
+def test_output_that_cannot_be_written_is_said_to_be_lost_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch, number: int, target: int
+) -> None:
+    descriptors, other = Descriptors(), STDOUT + STDERR - target
+    monkeypatch.setattr(os, "write", descriptors.write)
+    descriptors.planned[target] = [6, 3, -number, -number, -number]  # one block, half a line, then nothing
+    screen = Screen()
+    screen.start()
+    for block in (b"[0] 1\n", b"[0] 22\n", b"[0] 333\n", b"[0] 4444\n", b"[0] 5\n"):
+        screen.write(target, block)
+    screen.close(give_up=lambda: False)
+
+    assert descriptors.planned[target] == []  # all of the faults happened
+    assert not screen.broken and screen.lost == {}
+    assert descriptors.written[target] == (
+        b"[0] 1\n[0]\nstretto: some output (24 bytes) could not be written and is missing here\n[0] 5\n"
+    )
+    said = descriptors.written[other].decode()
+    assert said.count("cannot be written") == 1 and os.strerror(number) in said and "the job goes on" in said
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ECONNRESET])
+def test_a_reader_that_has_gone_ends_the_output(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    descriptors = Descriptors()
+    monkeypatch.setattr(os, "write", descriptors.write)
+    descriptors.planned[STDOUT] = [-number]
+    screen = Screen()
+    screen.start()
+    screen.write(STDOUT, b"one\n")
+    screen.write(STDOUT, b"two\n")
+    screen.close(give_up=lambda: False)
+
+    assert screen.broken and descriptors.written == {STDOUT: b"", STDERR: b""}

@@ -153,14 +153,16 @@ def test_a_count_that_is_far_off_gets_a_warning() -> None:
     assert "warning: host 1" not in said
 
 
-def test_a_user_who_asks_for_encryption_in_the_environment_gets_it() -> None:
-    words = [*STRETTO, "--hosts", "1", "--", "sh", "-c", "echo $STRETTO_ENCRYPT"]
-    for more, expected in (([], "on"), (["--no-encrypt"], "off")):
+def test_a_user_who_asks_for_encryption_in_the_environment_or_for_a_trace_gets_it(tmp_path: Path) -> None:
+    (tmp_path / "trace-rank7.json").touch()
+    words = [*STRETTO, "--hosts", "1", "--", "sh", "-c", "echo $STRETTO_ENCRYPT $STRETTO_TRACE"]
+    for more, expected in ((["--trace", str(tmp_path)], f"on {tmp_path}"), (["--no-encrypt"], "off")):
         command = [*STRETTO, *more, *words[len(STRETTO) :]]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, "STRETTO_ENCRYPT": "on"}, check=False
         )
         assert (done.returncode, done.stdout) == (0, f"[host 0] {expected}\n"), done.stderr
+    assert list(tmp_path.iterdir()) == []  # what an earlier run left is gone
 
 
 DDP = """

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from stretto.errors import ConfigurationError, JobError
+from stretto.job.launch_plan import threads_each
 from stretto.job.ledger_file import Ledger, read_ledger, write_ledger
 from stretto.lab import Lab, control, messages
 from stretto.lab.environment import Run, host_environment
@@ -100,7 +101,7 @@ def test_each_host_is_one_rank_to_stretto_and_to_torch() -> None:
 
 
 def test_threads_are_limited_only_for_several_hosts_and_only_when_the_user_has_not_said() -> None:
-    assert host_environment({}, run_of(2), 0, "/l")["OMP_NUM_THREADS"] == "1"
+    assert host_environment({}, run_of(2), 0, "/l")["OMP_NUM_THREADS"] == str(threads_each(2))
     assert host_environment({"OMP_NUM_THREADS": "5"}, run_of(2), 0, "/l")["OMP_NUM_THREADS"] == "5"
     assert "OMP_NUM_THREADS" not in host_environment({}, run_of(1), 0, "/l")
 

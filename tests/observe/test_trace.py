@@ -24,7 +24,7 @@ from stretto.job.detect import Launch, detect
 from stretto.job.membership import Peer
 from stretto.observe import compute, ledger, trace
 from stretto.observe.clocks import enclose
-from stretto.observe.merge import merge, missing_ranks, read, total
+from stretto.observe.merge import Event, TraceFile, merge, missing_ranks, read, total
 from stretto.observe.trace import About, Span, Tracer, lanes
 from stretto.session import Job
 from stretto.testing import run_threads
@@ -251,6 +251,22 @@ def test_merged_files_have_a_process_per_rank_and_begin_at_zero(tmp_path: Path) 
     assert all(0 < each.computed <= 1 and 0 <= each.waited <= 1 for each in sums)
     trace.file_of(tmp_path, 1).unlink()
     assert missing_ranks(read(tmp_path)) == [1]
+
+
+def test_shares_are_of_the_training_and_not_of_what_came_before_it() -> None:
+    def span(category: str, begin_ms: float, end_ms: float, num_bytes: int = 0) -> Event:
+        duration = (end_ms - begin_ms) * 1000
+        return Event("X", category, 0, 0, begin_ms * 1000, duration, category, {"bytes": num_bytes} if num_bytes else {})
+
+    start_up = [span("wait", 0, 700), span("send", 0, 10, 64), span("wait", 790, 810)]  # links are measured for most of a second
+    steps = [span("compute", 800, 850), span("wait", 850, 870), span("update", 870, 880), span("send", 851, 900, 36)]
+    found = total(TraceFile([*start_up, *steps], ABOUT))
+
+    assert found.start_up_s == pytest.approx(0.8) and found.training_s == pytest.approx(0.1)
+    assert found.computed == pytest.approx(0.6) and found.waited == pytest.approx(0.3)  # 10 ms of the wait at its beginning
+    assert found.bytes_sent == 100  # all of them
+    without_model = total(TraceFile(start_up, ABOUT))
+    assert without_model.start_up_s == 0 and without_model.waited == pytest.approx(720 / 810)
 
 
 def test_files_that_do_not_belong_together_or_are_none_are_refused(tmp_path: Path) -> None:

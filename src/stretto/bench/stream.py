@@ -40,7 +40,8 @@ class Stream:
 
     def _connect(self, timeout_s: float) -> tuple[socket.socket, socket.socket]:
         token = secrets.token_bytes(TOKEN_BYTES)  # told to members only: a stranger on the port does not know it
-        with socket.create_server((local_address(self._job.launch)[0], 0)) as listener:
+        ip, _ = local_address(self._job.launch)
+        with socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET) as listener:
             listener.settimeout(timeout_s)
             host, port = listener.getsockname()[:2]
             told = self._job.gather_object([host, port, token])[self._right]

@@ -7,8 +7,8 @@
                    coordinator_process is how others start it
     secret, zap    one secret per job, the keys made from it, and the door that refuses whoever does not know it;
                    refusals tells who was turned away
-    launch         `stretto run`: launch_plan (what was asked for), keeper and processes (nobody is left behind),
-                   output (whose line is it), launch_report (whose fault was it)
+    launch         `stretto run`: launch_plan (what was asked for), keeper, processes and orphans (nobody is left behind),
+                   stop_signals (who wants it to end), output (whose line is it), launch_report (whose fault was it)
     in_process     `stretto.launch`: a job inside a program
     ledger_file    where a worker leaves the count of bytes it has sent
     doctor         what to paste into a bug report

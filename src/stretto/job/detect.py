@@ -19,6 +19,7 @@ are on more than one host, unless STRETTO_ENCRYPT says otherwise.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from stretto.errors import ConfigurationError, SecretError
 from stretto.job import secret as secrets
 from stretto.job.hosts import join_address, split_address
+from stretto.timeouts import Timeouts
 
 Environment = Mapping[str, str]
 
@@ -44,17 +46,26 @@ class Launch:
     secret: bytes | None = field(repr=False)  # None in a job of one, or until settled
     encrypt: bool
     launcher: str  # "stretto", "torchrun", "slurm", "openmpi", "mpich", "single"
-    timeout_s: float | None = None
+    timeout_s: float | None = None  # STRETTO_TIMEOUT: all deadlines follow from it
+    meet_s: float | None = None  # STRETTO_MEET_TIMEOUT: how long the workers may take to meet
     interface: str | None = None  # STRETTO_INTERFACE: name or address, overrides the kernel's choice
     master: str | None = None  # MASTER_ADDR:MASTER_PORT, where torch's store is
     run: str = ""  # tells this run from an earlier one of the same name
     ledger: str | None = None  # STRETTO_LEDGER: where to write, at the end, how many bytes were sent (the lab asks)
     trace: str | None = None  # STRETTO_TRACE: the folder for this rank's trace file; None: no tracing
     agent_store: bool = False  # torchrun's agent serves the store; otherwise rank 0 has to
+    restart: int = 0  # how often the launcher has started this worker again
+    strategy: str | None = None  # STRETTO_STRATEGY: for `distribute` calls that name none
 
     @property
     def one_host(self) -> bool:
         return self.local_world_size == self.world_size
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """The deadlines that the environment asks for; the defaults where it is silent."""
+        all_of_them = Timeouts() if self.timeout_s is None else Timeouts.of(self.timeout_s)
+        return all_of_them if self.meet_s is None else dataclasses.replace(all_of_them, meet_s=self.meet_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +134,8 @@ def _under_stretto(environ: Environment) -> Launch:
         )
     if place.world_size > 1 and secret is None:
         raise _no_secret(f"STRETTO_WORLD_SIZE={place.world_size}")
-    return _launch(environ, "stretto", place, rendezvous, secret, run=rendezvous or "")
+    restart = _integer(environ, "STRETTO_RESTART_COUNT", needed_with="STRETTO_RANK", default=0)
+    return _launch(environ, "stretto", place, rendezvous, secret, run=rendezvous or "", restart=restart)
 
 
 def _under_torchrun(environ: Environment) -> Launch:
@@ -137,10 +149,18 @@ def _under_torchrun(environ: Environment) -> Launch:
                 "to meet at. Start the script with torchrun or `stretto run`, or set both variables on every worker."
             )
     # As torch does: the restart count keeps a restarted group of workers away from what the last one left in the store.
-    run = f"{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    restart = _integer(environ, "TORCHELASTIC_RESTART_COUNT", needed_with="RANK", default=0)
+    run = f"{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{restart}"
     agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     secret = _secret(environ) if place.world_size > 1 else None
-    return _launch(environ, "torchrun", place, None, secret, master=master, run=run, agent_store=agent_store)
+    launch = _launch(environ, "torchrun", place, None, secret, master=master, run=run, agent_store=agent_store, restart=restart)
+    if secret is None and launch.encrypt and not launch.one_host:
+        raise _no_secret(
+            f"WORLD_SIZE={place.world_size} with {place.local_world_size} of them on this host",
+            "Under torchrun it could only travel through torchrun's store, which anybody who reaches MASTER_PORT can read. ",
+            "\nOr, on a network where everybody is trusted, turn encryption off: STRETTO_ENCRYPT=off, on every machine.",
+        )
+    return launch
 
 
 def _under_scheduler(environ: Environment, launcher: str, place: _Place) -> Launch:
@@ -184,6 +204,7 @@ def _launch(
     master: str | None = None,
     run: str = "",
     agent_store: bool = False,
+    restart: int = 0,
 ) -> Launch:
     several_hosts = place.local_world_size != place.world_size
     return Launch(
@@ -195,13 +216,16 @@ def _launch(
         secret=secret,
         encrypt=switch(environ, "STRETTO_ENCRYPT", default=several_hosts),
         launcher=launcher,
-        timeout_s=_timeout(environ),
+        timeout_s=_seconds(environ, "STRETTO_TIMEOUT"),
+        meet_s=_seconds(environ, "STRETTO_MEET_TIMEOUT"),
         interface=environ.get("STRETTO_INTERFACE") or None,
         master=master,
         run=run,
         ledger=environ.get("STRETTO_LEDGER") or None,
         trace=environ.get("STRETTO_TRACE") or None,
         agent_store=agent_store,
+        restart=restart,
+        strategy=environ.get("STRETTO_STRATEGY") or None,
     )
 
 
@@ -317,11 +341,11 @@ def _secret(environ: Environment) -> bytes | None:
     return None
 
 
-def _no_secret(asked: str) -> SecretError:
+def _no_secret(asked: str, why: str = "", or_else: str = "") -> SecretError:
     return SecretError(
         f"{asked}: this job needs a secret, but neither STRETTO_SECRET nor STRETTO_SECRET_FILE is set. Without one, "
-        "anybody who can reach a worker's port could join.\n"
-        f"{secrets.HOW_TO_MAKE_ONE}"
+        f"anybody who can reach a worker's port could join. {why}\n"
+        f"{secrets.HOW_TO_MAKE_ONE}{or_else}"
     )
 
 
@@ -335,8 +359,8 @@ def switch(environ: Environment, name: str, *, default: bool) -> bool:
     return text.strip().lower() == "on"
 
 
-def _timeout(environ: Environment) -> float | None:
-    text = environ.get("STRETTO_TIMEOUT")
+def _seconds(environ: Environment, name: str) -> float | None:
+    text = environ.get(name)
     if text is None:
         return None
     try:
@@ -344,7 +368,5 @@ def _timeout(environ: Environment) -> float | None:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise ConfigurationError(
-            f"STRETTO_TIMEOUT={text!r} is not a positive number of seconds. Write for instance STRETTO_TIMEOUT=120."
-        )
+        raise ConfigurationError(f"{name}={text!r} is not a positive number of seconds. Write for instance {name}=120.")
     return seconds

@@ -29,7 +29,6 @@ Findings = dict[str, Section]
 
 CONNECT_S = 2.0
 NAMESPACE_S = 5.0
-ELSEWHERE = ("192.0.2.1", 9)  # an address reserved for documentation: the route to it is the route to the outside world
 PACKAGES = ("torch", "numpy", "pyzmq", "msgspec", "typer", "rich", "pyroute2", "numba", "triton")
 JOB_VARIABLES = re.compile(
     r"STRETTO_|MASTER_(ADDR|PORT)$|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|GLOO_|NCCL_|TORCH|CUDA_VISIBLE|OMP_|MKL_|KMP_"
@@ -82,11 +81,10 @@ def versions() -> Section:
 
 
 def machine() -> Section:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "host name": socket.gethostname(),
-        "processors": f"{usable} usable of {os.cpu_count()}",
+        "processors": f"{hosts.usable_processors()} usable of {os.cpu_count()}",
         "memory": _memory(),
     }
 
@@ -131,12 +129,15 @@ def _published(environ: Mapping[str, str]) -> str:
     try:
         if chosen:
             return f"{hosts.address_of(chosen)} (STRETTO_INTERFACE={chosen})"
-        where = hosts.split_address(meeting) if meeting else ELSEWHERE
-        address = hosts.route_towards(*where)
+        if meeting:
+            address = hosts.address_for_others(*hosts.split_address(meeting))
+            return f"{address} ({hosts.interface_of(address)}, for the rendezvous {meeting})"
     except (StrettoError, ValueError) as problem:
         return f"none: {problem}"
-    towards = f"the rendezvous {meeting}" if meeting else "the outside world"
-    return f"{address} ({hosts.interface_of(address)}, the route towards {towards})"
+    outward = [
+        f"{address} ({hosts.interface_of(address)}, the route to the outside world)" for address in hosts.outward_addresses()
+    ]
+    return outward[0] if outward else "none: no route leads to the outside world"
 
 
 def reachability() -> Section:

@@ -7,6 +7,7 @@ address of one reach the other. Containers and virtual lab hosts on one machine 
 from __future__ import annotations
 
 import array
+import contextlib
 import hashlib
 import ipaddress
 import os
@@ -20,6 +21,7 @@ from stretto.errors import ConfigurationError, RendezvousError
 
 _SIOCGIFCONF_LINUX = 0x8912  # all IPv4 addresses, secondary ones included
 _SIOCGIFADDR_BSD = 0xC0206921  # one IPv4 address of one interface
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: the route there is the route to the outside world
 
 
 def host_identity() -> str:
@@ -120,12 +122,26 @@ def _ipv6_linux() -> list[tuple[str, str]]:
     return [(row[5], str(ipaddress.IPv6Address(int(row[0], 16)))) for row in rows if row[3] != "20"]
 
 
+def usable_processors() -> int:
+    """How many processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
     """The first address of a host name, and its family; IPv4 is preferred. Raises `OSError` (`gaierror`) if it has
     none."""
     answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, where = min(answers, key=lambda answer: answer[0] != socket.AF_INET)
     return family, str(where[0])
+
+
+def is_name(host: str) -> bool:
+    """Whether `host` is a name, which may mean another address on every machine, and not an address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return False
 
 
 def route_towards(host: str, port: int) -> str:
@@ -150,15 +166,28 @@ def address_for_others(host: str, port: int) -> str:
     if not is_loopback(ip):
         return ip
     # The rendezvous is this very host under a loopback name (127.0.1.1 in /etc/hosts is common): others need a real one.
-    candidates = [(name, address) for name, address in interfaces() if not is_loopback(address)]
-    if len(candidates) == 1:
-        return candidates[0][1]
+    # Of several the one towards the outside world is taken; a bridge for containers, say, leads nowhere.
+    others = [(name, address) for name, address in interfaces() if not is_loopback(address)]
+    candidates = [each for each in others if (":" in each[1]) == (":" in ip)] or others
+    outward = outward_addresses() if len(candidates) > 1 else []
+    fitting = [address for _, address in candidates if len(candidates) == 1 or address in outward]
+    if fitting:
+        return fitting[0]
     listing = ", ".join(f"{name} ({address})" for name, address in candidates) or "none"
     raise RendezvousError(
         f"The rendezvous {join_address(host, port)} is a loopback address here, but the job's workers are on several hosts, "
         f"which cannot reach it. This host's other addresses: {listing}.\n"
         "Name the rendezvous by an address the others can reach, or set STRETTO_INTERFACE to one of these."
     )
+
+
+def outward_addresses() -> list[str]:
+    """The addresses from which this host would talk to the outside world."""
+    found = []
+    for address in ELSEWHERE:
+        with contextlib.suppress(RendezvousError):  # no route there, or no IPv6 at all
+            found.append(route_towards(address, 9))
+    return found
 
 
 def is_loopback(ip: str) -> bool:

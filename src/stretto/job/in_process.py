@@ -7,7 +7,11 @@ How the processes are made (`start_method`):
   before.
 - "fork": a copy of this process. The default only for a function typed into an interactive session (a notebook, the
   prompt), which no other interpreter could import. Fork copies no threads, and a pool whose threads are missing waits
-  for ever: so a forked worker computes with one torch thread, and forking is refused once CUDA is initialised.
+  for ever: so a forked worker computes with one torch thread, and forking is refused once CUDA is initialised. The same
+  goes for autograd's own threads: torch starts them with the first backward where it sees a GPU, and elsewhere when
+  checkpoints are nested very deeply. A fork made later can compute but not run a backward; torch raises there, and we
+  add what to do. The function runs in an empty context (`contextvars`), so a job that this process is in, or has left,
+  is none of the worker's.
 
 Arguments and results are pickled, which is safe here and nowhere else: they travel between this process and its own
 children over a pipe that no one else can open, never over a network or through a file. Tensors travel by value.
@@ -20,6 +24,7 @@ group is killed; if this whole process is killed, the kernel's parent-death sign
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import math
 import multiprocessing
@@ -54,6 +59,12 @@ ACCUSED_S = 1.0  # how long a worker lost to `PeerLost` waits for the peer it ac
 END_S = 2.0
 LAST_WORD_S = 1.0
 PR_SET_PDEATHSIG = 1
+NO_BACKWARD_IN_A_FORK = (
+    "\nThe process that called launch has run a backward, for which torch has started threads there. The workers are copies of "
+    "that process without its threads, because the function was typed into it, and cannot run a backward of their own.\n"
+    "Put the function into a module and import it (in a notebook: a cell that begins with %%writefile work.py, then "
+    "from work import ...), or restart the kernel and call launch before its first backward."
+)
 
 _environment_lock = threading.Lock()  # two launches from two threads must not see each other's variables
 
@@ -359,7 +370,7 @@ def _end_with(parent: int) -> None:
 def _outcome(work: Any) -> _Outcome:
     try:
         fn, args = pickle.loads(work) if isinstance(work, bytes) else work
-        return _Outcome(True, result=fn(*args))
+        return _Outcome(True, result=contextvars.Context().run(fn, *args))
     except SystemExit as exit_:
         if not exit_.code:
             return _Outcome(True)
@@ -368,6 +379,8 @@ def _outcome(work: Any) -> _Outcome:
         sys.last_value = problem  # as the interpreter does before it exits: what leaves at exit then leaves without a goodbye
         accuses = isinstance(problem, (PeerLost, WireTimeout, FrameError, BackwardFailed))
         reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        if isinstance(problem, RuntimeError) and "fork-based multiprocessing" in str(problem):
+            reason += NO_BACKWARD_IN_A_FORK
         return _Outcome(False, reason=reason, traceback=traceback.format_exc(), accuses_a_peer=accuses)
 
 

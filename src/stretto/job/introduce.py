@@ -10,7 +10,7 @@ A connection to the coordinator lives only as long as the introduction: during t
 death goes unnoticed. Join is sent after every successful handshake, so a connection that breaks meanwhile costs
 nothing.
 
-What goes wrong is told apart here, within `timeouts.connect_s`: nobody answers, somebody answers who is not ZeroMQ, the
+What goes wrong is told apart here, within `timeouts.meet_s`: nobody answers, somebody answers who is not ZeroMQ, the
 secret is another one, the coordinator refuses, workers are missing. A failed handshake under CURVE tells the client
 nothing (the server cannot even read the hello), so `_mechanism_at` asks the other side for its public greeting.
 """
@@ -73,11 +73,11 @@ log = logging.getLogger("stretto.job")
 
 def introduce(launch: Launch, address: str, timeouts: Timeouts) -> list[Peer]:
     """Join the job as the worker that listens at `address` ("ip:port") and return all workers in order of rank. Blocks
-    until all are known and every address has been seen to answer, at most `timeouts.connect_s`; then a `JobError` says
+    until all are known and every address has been seen to answer, at most `timeouts.meet_s`; then a `JobError` says
     who or what is missing, on every worker that waits."""
     if launch.world_size == 1:
         return [Peer(launch.rank, launch.local_rank, host_identity(), address, os.getpid())]
-    deadline = time.monotonic() + timeouts.connect_s
+    deadline = time.monotonic() + timeouts.meet_s
     with _visit(launch, deadline) as visit:
         peers = _Introduction(launch, address, timeouts, visit, deadline).run()
     forget_secret(launch)
@@ -109,17 +109,19 @@ class _Introduction:
         self.launch = launch
         self.visit = visit
         self.deadline = deadline
+        self.meet_s = timeouts.meet_s
         self.connect_s = timeouts.connect_s
         self.token = secrets.token_hex(8)
         self.address = address
         self.connected = False
+        self.back_by: float | None = None  # the coordinator was there and has hung up: when it must have come back
         self.missing: list[int] | None = None
         self.refused = ""  # strangers that the coordinator turned away: perhaps the missing ones
         self.next_word = time.monotonic() + FIRST_WORD_S
 
     def run(self) -> list[Peer]:
         try:
-            while (remaining := self.deadline - time.monotonic()) > 0:
+            while (remaining := self._until() - time.monotonic()) > 0:
                 event = self.visit.next(min(ASK_EVERY_S, remaining))
                 if isinstance(event, Table):
                     return self._checked(event.peers)
@@ -131,6 +133,9 @@ class _Introduction:
                 self.visit.linger_s = GOODBYE_S
             raise
         raise self._too_late()
+
+    def _until(self) -> float:
+        return self.deadline if self.back_by is None else min(self.deadline, self.back_by)
 
     def _take(self, event: FromCoordinator | int | None) -> None:
         if isinstance(event, Refused):
@@ -151,9 +156,11 @@ class _Introduction:
     def _take_network(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.connected = True
+            self.back_by = None
             self.visit.send(self._join())
         elif event == zmq.EVENT_DISCONNECTED and self.connected:
             self.connected = False
+            self.back_by = time.monotonic() + self.connect_s
         elif event & _FAILED or event == zmq.EVENT_DISCONNECTED:  # the latter: hung up before the handshake was over
             _explain_failed_handshake(self.launch, auth=event == zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
@@ -170,6 +177,7 @@ class _Introduction:
             pid=os.getpid(),
             token=self.token,
             patience_s=remaining - min(1.0, remaining / 5),  # the answer needs time to come back
+            restart=launch.restart,
         )
 
     def _checked(self, peers: list[Peer]) -> list[Peer]:
@@ -198,15 +206,21 @@ class _Introduction:
         if self.connected and self.missing:
             return JobError(
                 f"{ranks_text(self.missing).capitalize()} of {launch.world_size} did not join within "
-                f"{self.connect_s:g} s; rank {launch.rank} waited.\n{what_to_do(self.refused)}"
+                f"{self.meet_s:g} s; rank {launch.rank} waited.\n{what_to_do(self.refused)}"
             )
         if self.connected:
             return RendezvousError(
                 f"The coordinator at {launch.rendezvous} accepted rank {launch.rank} but stopped answering within "
-                f"{self.connect_s:g} s: its process is stopped or overloaded.\n"
+                f"{self.meet_s:g} s: its process is stopped or overloaded.\n"
                 "Restart the job."
             )
-        return _nobody_there(launch, self.connect_s)
+        if self.back_by is not None and self.back_by < self.deadline:
+            return RendezvousError(
+                f"The coordinator at {launch.rendezvous}, which rank {launch.rank} had joined, has ended and did not come back "
+                f"within {self.connect_s:g} s: node 0 (or rank 0) has failed or was stopped.\n"
+                "Read its output for the reason, then start the job again on every machine."
+            )
+        return _nobody_there(launch, self.meet_s)
 
 
 @dataclass(slots=True)

@@ -2,13 +2,21 @@
 
     running ──all ended well──────────────────────────────────▶ done            exit code 0
        │ ──a worker failed──▶ stopping: SIGTERM, 3 s, SIGKILL ─▶ report, done    its code, or 128 + signal
+       │                                                         (with --max-restarts: all over again, after a pause)
        │ ──Ctrl-C───────────▶ stopping: SIGINT,  5 s, SIGKILL ─▶ done            130   (a second Ctrl-C: SIGKILL now)
        └ ──SIGTERM, SIGHUP──▶ stopping: SIGTERM, 3 s, SIGKILL ─▶ done            128 + signal
 
 Bound: a failure ends all workers within `LAST_WORDS_S` + 3 s < 5 s. (`LAST_WORDS_S`: a worker that fails with `PeerLost`
 gives the peer it accuses a second to end by itself, so that the right one is blamed: see `launch_report`. A peer that does
 not is looked at before anybody is signalled.)
-Processes are started, signalled and never left behind by the keeper (see `keeper`); the coordinator is one of them.
+Processes are started, signalled and never left behind by the keeper (see `keeper`); the coordinator is one of them. Should the
+keeper itself be killed, what it leaves falls to the launcher, which ends it.
+
+A restart is a new attempt with nothing of the old one but the plan: another keeper, coordinator and, on one node, other ports.
+Several nodes need no agreement for it: a lost worker makes the workers of all nodes fail, so every launcher restarts its own, and
+they meet at the same rendezvous. Those that come while the last attempt has not ended there are told to wait (`membership`). A
+node may fail more often than another while the job forms, so each counts its own restarts, and the job ends once one has used up
+its own: the others then wait for it in vain, `--meet-timeout` each time.
 """
 
 from __future__ import annotations
@@ -21,8 +29,8 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from stretto.errors import ConfigurationError, JobError, RendezvousError
 from stretto.job import coordinator_process, hosts, launch_plan
@@ -37,8 +45,10 @@ from stretto.job.launch_report import (
     lost_block,
     what_it_does,
 )  # fmt: skip
+from stretto.job.orphans import Orphans
 from stretto.job.output import STDERR, STDOUT, Lines, Screen, prefix_of, wants_colour
 from stretto.job.processes import Pipes, Processes, Report
+from stretto.job.stop_signals import Noticed, noticed_signals
 
 COORDINATOR = "coordinator"
 READY_S = 30.0  # for a Python process to start and listen, on a machine busy with other things
@@ -47,20 +57,29 @@ TERMINATE_S = 3.0
 INTERRUPT_S = 5.0
 CLOSE_S = 6.0  # the keeper's own deadlines add up to 5 s
 FLUSH_S = 2.0  # for a paused reader of our output, once we were told to stop
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+RESTART_S = 1.0  # the pause before the first restart; it doubles with each
+LONGEST_RESTART_S = 30.0
 
 
 def run(plan: RunPlan, environ: Mapping[str, str]) -> int:
     """Run one node's part of a job to its end; the exit code. For the main thread only: it handles signals."""
     open_standard_descriptors()
-    bind = launch_plan.bind_address(plan) if plan.node == 0 else None
     with noticed_signals() as noticed:
-        job = _NodeJob(plan, environ, noticed)
-        try:
-            exit_code = job.run(bind)
-        finally:
-            job.close()
+        for restart in range(plan.max_restarts + 1):
+            bind = launch_plan.bind_address(plan) if plan.node == 0 else None
+            job = _NodeJob(plan, environ, noticed, restart)
+            try:
+                exit_code = job.run(bind)
+            finally:
+                job.close()
+            if not job.restarts or not noticed.quiet_for(restart_pause(restart)):
+                break
         return 128 + noticed.numbers[0] if noticed.numbers else exit_code
+
+
+def restart_pause(restart: int) -> float:
+    """Seconds between attempt number `restart` (from 0) and the next one."""
+    return min(LONGEST_RESTART_S, RESTART_S * 2.0 ** min(restart, 30))
 
 
 def open_standard_descriptors() -> None:
@@ -68,37 +87,6 @@ def open_standard_descriptors() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-
-
-@dataclass(slots=True)
-class Noticed:
-    """Signals that came, and a descriptor that becomes readable when one does."""
-
-    wake: int
-    numbers: list[int] = field(default_factory=list)
-
-
-@contextlib.contextmanager
-def noticed_signals() -> Iterator[Noticed]:
-    """Within: stop signals are noted instead of acted upon. One that is ignored already (nohup) stays ignored."""
-    wake_read, wake_write = os.pipe()
-    for descriptor in (wake_read, wake_write):
-        os.set_blocking(descriptor, False)
-    noticed = Noticed(wake_read)
-    previous = {
-        number: signal.signal(number, lambda number, frame: noticed.numbers.append(number))
-        for number in STOP_SIGNALS
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    previous_wakeup = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    try:
-        yield noticed
-    finally:
-        signal.set_wakeup_fd(previous_wakeup)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        os.close(wake_read)
-        os.close(wake_write)
 
 
 @dataclass(slots=True)
@@ -130,8 +118,10 @@ class _Silent:
 
 
 class _NodeJob:
-    def __init__(self, plan: RunPlan, environ: Mapping[str, str], noticed: Noticed) -> None:
+    def __init__(self, plan: RunPlan, environ: Mapping[str, str], noticed: Noticed, restart: int) -> None:
         self.plan = plan
+        self.restart = restart  # how many attempts were made before this one
+        self.restarts = False  # whether another one is to be made, once this one is over
         self.environ = environ
         self.noticed = noticed
         self.started_at = time.monotonic()
@@ -141,6 +131,7 @@ class _NodeJob:
         self.tails = dict.fromkeys(self.pipes, b"")  # the last words of each on stderr
         self.streams = self._make_streams()
         self.screen = Screen(self._status if sys.stdout.isatty() and sys.stderr.isatty() else None)
+        self.orphans = Orphans()
         self.processes = Processes([*(fd for pipes in self.pipes.values() for fd in pipes.child), self.ready_write])
         self.control = selectors.DefaultSelector()
         self.everything = selectors.DefaultSelector()
@@ -205,6 +196,8 @@ class _NodeJob:
     def _start_coordinator(self, bind: tuple[str, int]) -> tuple[str, int] | None:
         """Where it listens, as workers shall know it; None if we were told to stop meanwhile."""
         plan = self.plan
+        if not self.restart and (said := launch_plan.where_node_0_is(plan, bind, self.environ)) is not None:
+            self._say(said)
         encrypted = launch_plan.encrypted(plan, self.environ)
         address = hosts.join_address(*bind)
         argv = coordinator_process.argv(address, plan.world_size, self.ready_write, encrypted=encrypted)
@@ -237,9 +230,11 @@ class _NodeJob:
     def _start_workers(self, rendezvous: tuple[str, int]) -> None:
         master_port = launch_plan.torch_port(self.plan)
         argv = launch_plan.worker_argv(self.plan)
+        if self.plan.trace is not None:
+            launch_plan.trace_folder(self.plan.trace)  # without what the attempt before has left
         self.alive.update(self.names)
         for local_rank, name in enumerate(self.names):
-            env = launch_plan.worker_environment(self.plan, local_rank, rendezvous, master_port, self.environ)
+            env = launch_plan.worker_environment(self.plan, local_rank, rendezvous, master_port, self.environ, self.restart)
             self.processes.start(name, argv, env, self.pipes[name])
 
     def _turn(self, also: int | None = None, until: float | None = None) -> None:
@@ -389,7 +384,6 @@ class _NodeJob:
         for stream in self.streams.values():
             self.screen.write(stream.target, stream.lines.close())
         if self.alive:
-            self._kill_groups()
             raise JobError(self._keeper_problem())
         if self.stop is not None and self.stop.exit_code is not None:
             return self.stop.exit_code
@@ -397,7 +391,12 @@ class _NodeJob:
             return 0
         if self.blamed is None:  # all ended by themselves, before the time for last words was over
             self._blame()
-        return self._report()
+        exit_code = self._report()
+        if self.restart < self.plan.max_restarts:
+            self.restarts = True
+            number, pause = f"{self.restart + 1} of {self.plan.max_restarts}", restart_pause(self.restart)
+            self._say(f"stretto: all workers of this node are started again in {pause:g} s (restart {number})")
+        return exit_code
 
     def _report(self) -> int:
         world_size, num_stopped = self.plan.world_size, self.num_stopped
@@ -408,12 +407,6 @@ class _NodeJob:
         assert self.blamed is not None
         self._say(failure_block(self.blamed, world_size, num_stopped))
         return self.blamed.exit_code
-
-    def _kill_groups(self) -> None:
-        """Without a keeper: the kernel has killed the workers themselves, this ends the children they had."""
-        for name in self.alive:
-            with contextlib.suppress(ProcessLookupError, PermissionError, KeyError):
-                os.killpg(self.pids[name], signal.SIGKILL)
 
     def _keeper_problem(self) -> str:
         return (
@@ -429,8 +422,9 @@ class _NodeJob:
         elapsed = int(time.monotonic() - self.started_at)
         clock = f"{elapsed // 3600}:{elapsed // 60 % 60:02}:{elapsed % 60:02}"
         node = f" · node {self.plan.node} of {self.plan.nodes}" if self.plan.nodes > 1 else ""
+        attempt = f" · restart {self.restart} of {self.plan.max_restarts}" if self.restart else ""
         doing = "" if self.stop is None else " · stopping"
-        return f"stretto: {len(self.alive)} of {self.plan.workers} workers alive · {clock}{node}{doing}"
+        return f"stretto: {len(self.alive)} of {self.plan.workers} workers alive · {clock}{node}{attempt}{doing}"
 
     def close(self) -> None:
         """Release everything; whatever still runs is killed. Idempotent."""
@@ -438,6 +432,7 @@ class _NodeJob:
             return
         self.closed = True
         self.processes.close(CLOSE_S)
+        self.orphans.end(CLOSE_S)  # there are none, unless the keeper was killed
         for descriptor in (*self.streams, self.ready_read):
             os.close(descriptor)
         self.control.close()

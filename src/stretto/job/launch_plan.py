@@ -5,16 +5,21 @@ Ranks: node k of M with N workers each holds ranks kN .. kN+N-1.
 Ports: on one node the coordinator picks a free one on the loopback address and `MASTER_PORT` is another free one.
 Between nodes all must agree beforehand: the coordinator has the rendezvous port p, and torch's own store (hosted by
 rank 0) gets p+1.
+
+Where node 0 listens: a name may mean another address on every machine, and on its own machine it is often a loopback
+address (Debian writes `127.0.1.1 name` into /etc/hosts). So a rendezvous given by name is listened to on all addresses;
+the coordinator turns strangers away wherever they come from. One given as an address is listened to there alone.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import math
+import errno
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stretto.errors import ConfigurationError, RendezvousError, SecretError
@@ -22,6 +27,8 @@ from stretto.job import hosts, secret
 from stretto.job.detect import switch
 
 LOOPBACK = "127.0.0.1"
+LONGEST_S = 1e6  # the coordinator takes no longer patience
+LONGEST_STRATEGY = 4096  # characters, as `stretto.parse` has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +40,14 @@ class RunPlan:
     nodes: int = 1
     node: int = 0
     rendezvous: tuple[str, int] | None = None  # None: one node, loopback, any free port
-    secret: bytes
+    secret: bytes = field(repr=False)
     encrypt: bool | None = None  # None: STRETTO_ENCRYPT, or by the number of nodes
     timeout_s: float | None = None
+    meet_s: float | None = None  # None: as `timeout_s` has it, or the default of `Timeouts`
     prefix: bool = True
     trace: Path | None = None  # the folder, absolute: workers may change theirs
+    strategy: str | None = None  # for `distribute` calls that name none
+    max_restarts: int = 0  # how often all workers are started again after one has failed
 
     @property
     def world_size(self) -> int:
@@ -61,11 +71,18 @@ def make_plan(
     prefix: bool,
     trace: Path | None = None,
     encrypt: bool | None = None,
+    meet_s: float | None = None,
+    strategy: str | None = None,
+    max_restarts: int = 0,
 ) -> RunPlan:
     """Check every value of the command line and put them together."""
     if not module:
         check_script(target)
-    check_counts(workers, nodes, node, timeout_s)
+    check_counts(workers, nodes, node, max_restarts)
+    check_seconds("--timeout", timeout_s)
+    check_seconds("--meet-timeout", meet_s)
+    if strategy is not None:
+        check_strategy(strategy)
     return RunPlan(
         command=("-m", target, *arguments) if module else (target, *arguments),
         workers=workers,
@@ -75,8 +92,11 @@ def make_plan(
         secret=job_secret(nodes, secret_file),
         encrypt=encrypt,
         timeout_s=timeout_s,
+        meet_s=meet_s,
         prefix=prefix,
         trace=None if trace is None else trace_folder(trace),
+        strategy=strategy,
+        max_restarts=max_restarts,
     )
 
 
@@ -93,7 +113,7 @@ def check_script(target: str) -> None:
     )
 
 
-def check_counts(workers: int, nodes: int, node: int | None, timeout_s: float | None) -> None:
+def check_counts(workers: int, nodes: int, node: int | None, max_restarts: int) -> None:
     if workers < 1:
         raise ConfigurationError(f"-n {workers}: a job needs at least one worker per node. Write for instance -n 2.")
     if nodes < 1:
@@ -109,10 +129,31 @@ def check_counts(workers: int, nodes: int, node: int | None, timeout_s: float | 
             f"--node {node} with --nodes {nodes}: nodes are counted from 0, so this one does not exist.\n"
             f"Use --node 0 to --node {nodes - 1}, or a larger --nodes."
         )
-    if timeout_s is not None and not 0 < timeout_s < math.inf:
+    if max_restarts < 0:
         raise ConfigurationError(
-            f"--timeout {timeout_s:g}: a timeout is a positive number of seconds, and nothing in stretto waits for ever.\n"
-            f"Write for instance --timeout 60; for a very long wait, --timeout 1e6."
+            f"--max-restarts {max_restarts}: workers are started again 0 times or more. Write for instance --max-restarts 3."
+        )
+
+
+def check_seconds(option: str, seconds: float | None) -> None:
+    if seconds is not None and not 0 < seconds < LONGEST_S:
+        raise ConfigurationError(
+            f"{option} {seconds:g}: a timeout is a positive number of seconds below {LONGEST_S:g}, and nothing in stretto waits "
+            f"for ever.\nWrite for instance {option} 60; for a very long wait, {option} 100000."
+        )
+
+
+def check_strategy(text: str) -> None:
+    """Only that it reads like a strategy: which names there are is known to the workers, who have loaded torch."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body if len(text) <= LONGEST_STRATEGY else None
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        tree = None
+    if not isinstance(tree, (ast.Call, ast.Name)):
+        raise ConfigurationError(
+            f"--strategy {text[:200]!r}: this does not read like a strategy, which is a call or the name of a recipe, in at most "
+            f"{LONGEST_STRATEGY} characters.\n"
+            f"Write for instance --strategy 'Strategy(compress=ErrorFeedback(Sign()))', or --strategy ddp."
         )
 
 
@@ -175,6 +216,15 @@ def bind_address(plan: RunPlan) -> tuple[str, int]:
             f"--rendezvous {shown}: the name {host} has no address ({problem.strerror}).\n"
             f"Write an address of this machine; it has {known_addresses()}."
         ) from problem
+    _try_to_bind(shown, family, ip, port)
+    if plan.nodes == 1 or not hosts.is_name(host):
+        return ip, port
+    everywhere = "::" if family is socket.AF_INET6 else "0.0.0.0"
+    _try_to_bind(shown, family, everywhere, port)
+    return everywhere, port
+
+
+def _try_to_bind(shown: str, family: socket.AddressFamily, ip: str, port: int) -> None:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -182,24 +232,46 @@ def bind_address(plan: RunPlan) -> tuple[str, int]:
     except PermissionError as problem:
         raise RendezvousError(
             f"--rendezvous {shown}: this user may not listen on port {port}.\n"
-            f"Ports from 1024 on are open to all: take for instance {hosts.join_address(host, 29400)} on all nodes."
+            f"Ports from 1024 on are open to all: take for instance port 29400 on all nodes."
         ) from problem
     except OSError as problem:
-        raise RendezvousError(bind_problem(shown, ip, port)) from problem
-    return ip, port
+        raise RendezvousError(bind_problem(shown, ip, port, problem)) from problem
 
 
-def bind_problem(shown: str, ip: str, port: int) -> str:
-    if hosts.interface_of(ip) is None and not hosts.is_loopback(ip):
+def bind_problem(shown: str, ip: str, port: int, problem: OSError) -> str:
+    if problem.errno == errno.EADDRNOTAVAIL:
         return (
             f"--rendezvous {shown}: this machine does not have the address {ip}; it has {known_addresses()}.\n"
             f"Node 0 must run on the machine of the rendezvous: start it there, or name an address of this "
             f"one on all nodes."
         )
+    if problem.errno == errno.EADDRINUSE:
+        return (
+            f"--rendezvous {shown}: port {port} is in use on this machine by another program, perhaps an earlier job.\n"
+            f"Find it with `ss -ltnp 'sport = :{port}'` and end it, or choose another port on all nodes."
+        )
     return (
-        f"--rendezvous {shown}: port {port} is in use on this machine by another program, perhaps an earlier job.\n"
-        f"Find it with `ss -ltnp 'sport = :{port}'` and end it, or choose another port on all nodes."
+        f"--rendezvous {shown}: this machine cannot listen on {ip} ({problem.strerror}).\n"
+        f"Name another of its addresses on all nodes; it has {known_addresses()}."
     )
+
+
+def where_node_0_is(plan: RunPlan, bind: tuple[str, int], environ: Mapping[str, str]) -> str | None:
+    """What a person should know if the rendezvous is a loopback address on its own machine; None if it is not."""
+    if plan.rendezvous is None or plan.rendezvous == bind or plan.nodes == 1:
+        return None
+    _, ip = hosts.resolve(*plan.rendezvous)
+    if not hosts.is_loopback(ip):
+        return None
+    said = (
+        f"stretto: on this machine {plan.rendezvous[0]} means {ip}, which no other machine can reach; node 0 listens on all of "
+        f"its addresses"
+    )
+    with contextlib.suppress(RendezvousError):  # the workers will say why they do not know which address to publish
+        interface = environ.get("STRETTO_INTERFACE")
+        published = hosts.address_of(interface) if interface else hosts.address_for_others(*plan.rendezvous)
+        said += f", and its workers publish {published} ({hosts.interface_of(published)}; STRETTO_INTERFACE changes that)"
+    return said
 
 
 def known_addresses() -> str:
@@ -225,9 +297,9 @@ def worker_argv(plan: RunPlan) -> list[str]:
 
 
 def worker_environment(
-    plan: RunPlan, local_rank: int, rendezvous: tuple[str, int], master_port: int, environ: Mapping[str, str]
+    plan: RunPlan, local_rank: int, rendezvous: tuple[str, int], master_port: int, environ: Mapping[str, str], restart: int = 0
 ) -> dict[str, str]:
-    """The whole environment of one worker."""
+    """The whole environment of one worker. `restart`: how often the job was started again before."""
     own = job_variables(
         rank=plan.rank(local_rank),
         world_size=plan.world_size,
@@ -239,8 +311,13 @@ def worker_environment(
         encrypt=encrypted(plan, environ),
         timeout_s=plan.timeout_s,
     )
+    own["STRETTO_RESTART_COUNT"] = str(restart)
+    if plan.meet_s is not None:
+        own["STRETTO_MEET_TIMEOUT"] = f"{plan.meet_s:g}"
     if plan.trace is not None:
         own["STRETTO_TRACE"] = str(plan.trace)
+    if plan.strategy is not None:
+        own["STRETTO_STRATEGY"] = plan.strategy
     interface = gloo_interface(None if plan.nodes == 1 else rendezvous, environ)
     return {**torch_defaults(plan.workers, interface), **environ, **own}
 
@@ -256,8 +333,13 @@ def torch_defaults(workers: int, interface: str | None) -> dict[str, str]:
     """What torch should find unless the user has said otherwise."""
     defaults = {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
     if workers > 1:
-        defaults["OMP_NUM_THREADS"] = "1"  # N workers with a thread per core each would fight over the cores
+        defaults["OMP_NUM_THREADS"] = str(threads_each(workers))
     return defaults
+
+
+def threads_each(workers: int) -> int:
+    """Threads for each of several workers of this machine: with one per processor each, they would fight over processors."""
+    return max(1, hosts.usable_processors() // workers)
 
 
 def gloo_interface(rendezvous: tuple[str, int] | None, environ: Mapping[str, str]) -> str | None:

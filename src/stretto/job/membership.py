@@ -12,7 +12,8 @@ that an address answers (the answer comes back as `reachable` or `unreachable`).
 Invariants: a Table goes out only when every rank has joined and every address has answered; all Tables are equal; once
 FAILED, nobody ever gets a Table; a worker that asks for a taken rank is refused and changes nothing for the others.
 Join is idempotent (`token` names the attempt), so a worker sends it again after every reconnection and no message has
-to be reliable.
+to be reliable. A launcher that starts its workers again (`restart`) has ended those before; while the job forms, the new
+ones take their places, and afterwards they wait for the coordinator of the next attempt.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Join(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True):
     pid: int
     token: str  # random, one per attempt: tells a repeated Join from another worker with the same rank
     patience_s: float  # how long this worker can wait for the answer
+    restart: int = 0  # how often its launcher has started it again
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", forbid_unknown_fields=True):
@@ -158,6 +160,12 @@ class Membership:
         if member is not None and member.join.token == message.token:
             member.sender = sender
             return self._status(member)
+        if self.phase is Phase.FORMING:
+            self._forget_former_attempt(message)
+            member = self._members.get(message.rank)
+        elif member is not None and message.restart > member.join.restart:
+            # It belongs to the next attempt, whose coordinator will stand at this address once this one has ended.
+            return [Send(sender, Waiting([rank for rank in range(self.world_size) if rank != message.rank]))]
         if self.phase is Phase.FAILED:
             self._told.add(message.rank)
             return [Send(sender, self._failure)]
@@ -219,7 +227,7 @@ class Membership:
                 "unreachable",
                 f"All {self.world_size} workers are here, but within {waited:.0f} s it could not be checked that the "
                 f"address of {ranks_text(slow)} answers.\n"
-                "Allow more time with STRETTO_TIMEOUT, or look for a firewall between the hosts.",
+                "Allow more time with --meet-timeout or STRETTO_MEET_TIMEOUT, or look for a firewall between the hosts.",
                 now,
             )
         return self._fail(
@@ -270,6 +278,13 @@ class Membership:
             )
             return self._fail("unreachable", self._unreachable_text(stranded, why), now)
         return [Send(member.sender, self._waiting()), Check(message.rank, message.token, message.address)]
+
+    def _forget_former_attempt(self, message: Join) -> None:
+        """A launcher that starts a worker again has ended all of its workers before."""
+        first = message.rank - message.local_rank
+        for rank, member in list(self._members.items()):
+            if rank - member.join.local_rank == first and member.join.restart < message.restart:
+                del self._members[rank]
 
     def _fail(self, kind: str, reason: str, now: float) -> list[Action]:
         self.phase = Phase.FAILED
@@ -369,7 +384,7 @@ def what_to_do(refusals: str) -> str:
         )
     return (
         "Read the output of the missing workers: they may have failed, be on a machine that was not started, or "
-        "be unable to reach the rendezvous. Allow more time with STRETTO_TIMEOUT."
+        "be unable to reach the rendezvous. Allow more time with --meet-timeout SECONDS or STRETTO_MEET_TIMEOUT."
     )
 
 

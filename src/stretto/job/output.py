@@ -11,10 +11,15 @@ Floods are cheap: whole chunks are prefixed with one `bytes.replace`.
 `Screen` is the one writer of the launcher's own stdout and stderr, in a thread: a consumer that stops reading
 (`| less`) must not keep the launcher from noticing that a worker died. When its backlog passes `BACKLOG` the launcher
 stops reading workers, and the pipes push back on them. On a terminal it also keeps one status line at the bottom.
+
+A reader that has gone (`| head`) is one thing: nobody wants more output, and `broken` says so. A disk that is full, or a
+terminal that was closed over a job that ignores SIGHUP, is another: the job is not at fault and goes on. What cannot be
+written is lost, the other stream says so, and once writing works again the gap is marked.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import threading
@@ -101,6 +106,7 @@ class Screen:
 
     status: Callable[[], str] | None = None
     broken: bool = False  # the reader of our output has gone (`| head`)
+    lost: dict[int, int] = field(default_factory=dict)  # stream -> bytes that could not be written, while that is so
     _waiting: queue.Queue[tuple[int, bytes] | None] = field(default_factory=queue.Queue)
     _backlog: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -153,14 +159,40 @@ class Screen:
 
     def _put(self, target: int, data: bytes) -> None:
         """All of it, to the descriptor itself; nowhere once the reader has gone."""
-        view = memoryview(data)
-        while view and not self.broken:
-            try:
-                view = view[os.write(target, view) :]
-            except BlockingIOError:  # somebody made our terminal non-blocking
-                threading.Event().wait(0.01)
-            except OSError:
-                self.broken = True
+        if not data or self.broken:
+            return
+        lost = self.lost.get(target, 0)
+        problem = _write_fully(target, _gap(lost) + data)
+        if problem is None:
+            self.lost.pop(target, None)
+        elif problem.errno in (errno.EPIPE, errno.ECONNRESET):
+            self.broken = True
+        else:
+            self.lost[target] = lost + len(data)
+            if not lost:
+                _write_fully(STDOUT + STDERR - target, _cannot_be_written(target, problem))
+
+
+def _write_fully(target: int, data: bytes) -> OSError | None:
+    """The problem that kept it from being written, or the rest of it."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(target, view) :]
+        except BlockingIOError:  # somebody made our terminal non-blocking
+            threading.Event().wait(0.01)
+        except OSError as problem:
+            return problem
+    return None
+
+
+def _cannot_be_written(target: int, problem: OSError) -> bytes:
+    stream = "standard output" if target == STDOUT else "standard error"
+    return f"stretto: {stream} cannot be written ({problem.strerror}); the job goes on, and this output is lost\n".encode()
+
+
+def _gap(lost: int) -> bytes:
+    return b"" if not lost else b"\nstretto: some output (%d bytes) could not be written and is missing here\n" % lost
 
 
 def status_line() -> Callable[[str], bytes]:

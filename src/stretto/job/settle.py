@@ -2,15 +2,14 @@
 
 `stretto run` gives its workers both. The others do not, so rank 0 starts the coordinator, and the two facts travel:
 
-    torchrun        through torchrun's own store: the one its agent serves, or one that rank 0 opens at
-                    MASTER_ADDR:MASTER_PORT as torch would. That store has no authentication, so a secret that travels
-                    through it protects the job exactly as well as torchrun protects itself: against other jobs and
-                    strays, not against somebody who reads that network. Export STRETTO_SECRET on all machines, and the
-                    secret does not travel.
-    Slurm, MPI      the address is known beforehand (detect.py); across machines the user gives the secret; on one host
-                    rank 0 leaves it in a file that only this user can read, until the workers have met.
+    the address     torchrun: through its own store, the one that its agent serves or one that rank 0 opens at
+                    MASTER_ADDR:MASTER_PORT as torch would. Slurm, MPI: it is known beforehand (detect.py).
+    the secret      On one host rank 0 leaves it in a file that only this user can read, until the workers have met. Across
+                    machines the user gives it (detect.py insists). Whoever can reach torchrun's store can read and write
+                    there, so a secret goes through it in one case only: between machines whose network was declared trusted
+                    (STRETTO_ENCRYPT=off), where it tells this job from others and keeps out nobody.
 
-The coordinator is a child of rank 0 and dies with it. Every wait here ends at `timeouts.connect_s`.
+The coordinator is a child of rank 0 and dies with it. Every wait here ends at `timeouts.meet_s`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import logging
 import os
 import stat
@@ -29,7 +27,9 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from stretto.errors import JobError, RendezvousError, SecretError
 from stretto.job import coordinator_process
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 POLL_S = 0.05
+MAX_BYTES = 4096  # of what others left for us to read
 T = TypeVar("T")
 
 log = logging.getLogger("stretto.job")
@@ -92,7 +93,7 @@ def _address_for_others(launch: Launch) -> str:
 
 
 def _at_known_address(launch: Launch, timeouts: Timeouts) -> Launch:
-    deadline = time.monotonic() + timeouts.connect_s
+    deadline = time.monotonic() + timeouts.meet_s
     if launch.rendezvous is None:
         raise JobError(f"{launch.launcher}: a job of {launch.world_size} without a rendezvous; build Launch with detect().")
     host, port = split_address(launch.rendezvous)
@@ -111,9 +112,19 @@ def _at_known_address(launch: Launch, timeouts: Timeouts) -> Launch:
     return dataclasses.replace(launch, secret=secret)
 
 
+class _Left(msgspec.Struct, frozen=True):
+    """What rank 0 leaves in the file."""
+
+    pid: int
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"_Left(pid={self.pid})"
+
+
 def forget_secret(launch: Launch) -> None:
     """Remove the file of a one-host job: everybody has met. Called by rank 0, harmless otherwise."""
-    if launch.rank == 0 and launch.world_size > 1 and launch.launcher in ("slurm", "openmpi", "mpich"):
+    if launch.rank == 0 and launch.world_size > 1 and launch.launcher != "stretto":
         with contextlib.suppress(OSError, JobError):
             _secret_path(launch).unlink()
 
@@ -129,15 +140,16 @@ def _secret_path(launch: Launch) -> Path:
             f"{os.getuid()} alone (mode 700).\n"
             f"Remove it, or give the job a secret. {secrets.HOW_TO_MAKE_ONE}"
         )
-    name = hashlib.sha256(f"{launch.launcher}\0{launch.run}\0{launch.rendezvous}".encode()).hexdigest()[:24]
+    place = launch.rendezvous if launch.master is None else launch.master  # the latter does not change when a job is settled
+    name = hashlib.sha256(f"{launch.launcher}\0{launch.run}\0{place}".encode()).hexdigest()[:24]
     return folder / name
 
 
 def _write_secret(launch: Launch, secret: bytes) -> None:
     path = _secret_path(launch)
     handle, temporary = tempfile.mkstemp(dir=path.parent)  # mode 600
-    with os.fdopen(handle, "w") as file:
-        json.dump({"pid": os.getpid(), "secret": secret.hex()}, file)
+    with os.fdopen(handle, "wb") as file:
+        file.write(msgspec.json.encode(_Left(os.getpid(), secret.hex())))
     os.replace(temporary, path)  # readers see the old file or all of the new one
 
 
@@ -146,10 +158,11 @@ def _read_secret(launch: Launch, deadline: float) -> bytes:
 
     def read() -> bytes | None:
         try:
-            found = json.loads(path.read_text())
-            os.kill(int(found["pid"]), 0)  # a file whose writer is dead is of an earlier job
-            return secrets.parse(found["secret"], str(path))
-        except (OSError, ValueError, TypeError, KeyError):
+            with path.open("rb") as file:
+                left = msgspec.json.decode(file.read(MAX_BYTES), type=_Left)
+            os.kill(left.pid, 0)  # a file whose writer is dead is of an earlier job
+            return secrets.parse(left.secret, str(path))
+        except (OSError, OverflowError, msgspec.MsgspecError):
             return None
 
     secret = _poll(read, deadline)
@@ -165,8 +178,23 @@ def _read_secret(launch: Launch, deadline: float) -> bytes:
 # torchrun
 
 
+class _Meeting(msgspec.Struct, frozen=True):
+    """What rank 0 puts into torchrun's store."""
+
+    rendezvous: str
+    secret_given: bool  # rank 0 has its secret from the environment, so the others must too
+    secret: str = ""  # only where `_store_may_carry_secret`
+
+    def __repr__(self) -> str:
+        return f"_Meeting(rendezvous={self.rendezvous!r}, secret_given={self.secret_given})"
+
+
+def _store_may_carry_secret(launch: Launch) -> bool:
+    return not launch.one_host and not launch.encrypt
+
+
 def _through_torch_store(launch: Launch, timeouts: Timeouts) -> Launch:
-    deadline = time.monotonic() + timeouts.connect_s
+    deadline = time.monotonic() + timeouts.meet_s
     key = f"stretto/{launch.run}/{launch.world_size}"
     try:
         store = _open_store(launch, timeouts)
@@ -190,17 +218,19 @@ def _open_store(launch: Launch, timeouts: Timeouts) -> TCPStore:
     # port.
     hosting = launch.rank == 0 and not launch.agent_store
     return TCPStore(
-        host_name=host, port=port, world_size=None, is_master=hosting, timeout=timedelta(seconds=timeouts.connect_s),
+        host_name=host, port=port, world_size=None, is_master=hosting, timeout=timedelta(seconds=timeouts.meet_s),
         wait_for_workers=False, multi_tenant=not launch.agent_store,
     )  # fmt: skip
 
 
 def _publish(launch: Launch, store: TCPStore, key: str, deadline: float) -> Launch:
     secret = launch.secret or secrets.generate()
+    if launch.secret is None and not _store_may_carry_secret(launch):
+        _write_secret(launch, secret)  # detect() has made sure that this is one host
     ip, _ = local_address(launch)
     rendezvous = start_coordinator(join_address(ip, 0), launch.world_size, secret, launch.encrypt, deadline)
-    travels = "" if launch.secret else secret.hex()
-    store.set(key, json.dumps({"rendezvous": rendezvous, "secret": travels}))
+    travels = secret.hex() if launch.secret is None and _store_may_carry_secret(launch) else ""
+    store.set(key, msgspec.json.encode(_Meeting(rendezvous, launch.secret is not None, travels)).decode())
     if not launch.agent_store:
         _wait_for_readers(launch, store, key, deadline)
     return dataclasses.replace(launch, rendezvous=rendezvous, secret=secret)
@@ -222,13 +252,16 @@ def _wait_for_readers(launch: Launch, store: TCPStore, key: str, deadline: float
 
 
 def _learn(launch: Launch, store: TCPStore, key: str, deadline: float) -> Launch:
-    def read() -> dict[str, Any] | None:
+    def read() -> _Meeting | None:
         if not store.check([key]):
             return None
-        found: dict[str, Any] = json.loads(store.get(key))
+        try:
+            found = msgspec.json.decode(store.get(key), type=_Meeting)
+        except msgspec.MsgspecError:
+            return None  # a stranger's; rank 0 may still come
         # The agent's store outlives a restart of the workers: an address that does not answer is of the last
         # coordinator.
-        return found if why_unreachable(found["rendezvous"], 1.0) is None else None
+        return found if why_unreachable(found.rendezvous, 1.0) is None else None
 
     found = _poll(read, deadline)
     if found is None:
@@ -238,13 +271,21 @@ def _learn(launch: Launch, store: TCPStore, key: str, deadline: float) -> Launch
             "Read rank 0's output, and check that this host can reach rank 0's."
         )
     store.set(f"{key}/read/{launch.rank}", "1")
-    if launch.secret is None and not found["secret"]:
+    return dataclasses.replace(launch, rendezvous=found.rendezvous, secret=_agreed_secret(launch, found, deadline))
+
+
+def _agreed_secret(launch: Launch, found: _Meeting, deadline: float) -> bytes:
+    """Ours to decide, not the store's: what it says is not believed where it may not carry a secret."""
+    if launch.secret is not None:
+        return launch.secret
+    if found.secret_given:
         raise SecretError(
             f"rank 0 was given a secret by its environment, rank {launch.rank} was not, so it cannot join.\n"
             "Export the same STRETTO_SECRET or STRETTO_SECRET_FILE on every machine, or on none."
         )
-    secret = launch.secret or secrets.parse(found["secret"], "torchrun's store")
-    return dataclasses.replace(launch, rendezvous=found["rendezvous"], secret=secret)
+    if _store_may_carry_secret(launch):
+        return secrets.parse(found.secret, "torchrun's store")
+    return _read_secret(launch, deadline)
 
 
 def _poll(attempt: Callable[[], T | None], deadline: float) -> T | None:

@@ -13,13 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
 
 from stretto.job.detect import switch
+from stretto.job.launch_plan import trace_folder
 from stretto.job.ledger_file import Ledger
 from stretto.job.output import STDOUT, Lines, Screen, prefix_of, wants_colour
 from stretto.lab import control, messages
@@ -55,6 +57,9 @@ def lab(
         bool | None, typer.Option("--encrypt/--no-encrypt", help="Encrypt stretto's wire, as between real hosts. Default: no.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="For stretto lab cut --name, when several labs run.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write what each worker did when to DIR; then: stretto trace DIR.")
+    ] = None,
 ) -> None:
     """Run a command on virtual hosts joined by a network of a given speed.
 
@@ -62,6 +67,8 @@ def lab(
     """
     factors = dict(parse_slow(text) for text in slow or [])
     environ: Mapping[str, str] = context.obj
+    if trace is not None:
+        environ = {**environ, "STRETTO_TRACE": str(trace_folder(trace))}
     asked = switch(environ, "STRETTO_ENCRYPT", default=False) if encrypt is None else encrypt
     with _signals_raise(), Lab(hosts, rate, slow=factors, encrypt=asked, name=name, environ=environ) as made:
         _say(_greeting(made, rate, factors))
@@ -174,7 +181,8 @@ class _HostOutput:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk under our standard error is no reason to end the job
+        print(text, file=sys.stderr, flush=True)
 
 
 def _greeting(made: Lab, rate: str | None, factors: dict[int, float]) -> str:
@@ -200,7 +208,8 @@ def _report(job: Job, traffic: list[Traffic], code: int) -> None:
         column.justify = "right"
     for host, (each, ledger) in enumerate(zip(traffic, ledgers, strict=True)):
         table.add_row(str(host), f"{each.sent:,}", f"{each.received:,}", *_counted(each, ledger))
-    Console(stderr=True).print(table)
+    with suppress(OSError):
+        Console(stderr=True).print(table)
     if code == 0:  # of a job that was broken off, what was queued may not have been sent
         for said in _warnings(traffic, ledgers):
             _say(f"stretto lab: warning: {said}")

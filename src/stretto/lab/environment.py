@@ -7,8 +7,9 @@ coordinator (STRETTO_RENDEZVOUS). Both are on host 0, on different ports.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from stretto.job.launch_plan import threads_each
 from stretto.lab.network import address
 
 
@@ -18,7 +19,7 @@ class Run:
 
     world_size: int
     rendezvous: str | None
-    secret: str
+    secret: str = field(repr=False)
     encrypt: bool
     master_port: int
 
@@ -28,7 +29,7 @@ def host_environment(base: Mapping[str, str], run: Run, rank: int, ledger: str) 
     environment = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
     environment.setdefault("PYTHONUNBUFFERED", "1")  # lines are shown when they are printed
     if run.world_size > 1:
-        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault("OMP_NUM_THREADS", str(threads_each(run.world_size)))  # hosts share this machine's processors
     environment |= _ranks("STRETTO_", run.world_size, rank) | _ranks("", run.world_size, rank)
     environment |= {
         "STRETTO_SECRET": run.secret,

@@ -43,6 +43,9 @@ class Command(msgspec.Struct, frozen=True):
     environment: dict[str, bytes]
     directory: bytes
 
+    def __repr__(self) -> str:  # without the environment, which holds the job's secret and whatever else the user keeps there
+        return f"Command(argv={self.argv!r}, directory={self.directory!r})"
+
 
 class Stream(msgspec.Struct, tag=True, frozen=True):
     """Time a bare TCP stream between two hosts. Descriptor: where to write the seconds it took."""

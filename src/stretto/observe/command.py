@@ -29,12 +29,13 @@ def show_trace(folder: Path, output: Path | None) -> None:
 
 def _table(totals: list[Total]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("rank", "traced", "computing", "waiting", "sent", "received", "dropped spans"):
+    for name in ("rank", "start-up", "training", "computing", "waiting", "sent", "received", "dropped spans"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in totals:
         table.add_row(
             str(each.rank),
-            f"{each.span_s:.2f} s",
+            f"{each.start_up_s:.2f} s",
+            f"{each.training_s:.2f} s",
             f"{each.computed:.0%}",
             f"{each.waited:.0%}",
             f"{each.bytes_sent / 1e6:,.2f} MB",

@@ -38,10 +38,13 @@ class TraceFile(msgspec.Struct):
 
 
 class Total(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's trace in numbers. `span_s` is from its first span to its last; `waited` and `computed` are shares of it."""
+    """One rank's trace in numbers. `training_s` is from its first forward to its last span (without a model: all of it) and
+    `start_up_s` what was before, when links were measured and weights sent. `waited` and `computed` are shares of
+    `training_s`; bytes are those of the whole trace."""
 
     rank: int
-    span_s: float
+    start_up_s: float
+    training_s: float
     computed: float
     waited: float
     bytes_sent: int
@@ -97,22 +100,24 @@ def missing_ranks(files: Sequence[TraceFile]) -> list[int]:
 
 def total(file: TraceFile) -> Total:
     spans = [event for event in file.traceEvents if event.ph == "X"]
-    begin = min((event.ts for event in spans), default=0.0)
+    first = min((event.ts for event in spans), default=0.0)
+    begin = min((event.ts for event in spans if event.cat in COMPUTE), default=first)
     end = max((event.ts + (event.dur or 0.0) for event in spans), default=0.0)
     return Total(
         rank=file.otherData.rank,
-        span_s=(end - begin) / 1e6,
-        computed=_time_in(spans, COMPUTE) / max(end - begin, 1e-9),
-        waited=_time_in(spans, ("wait",)) / max(end - begin, 1e-9),
+        start_up_s=(begin - first) / 1e6,
+        training_s=(end - begin) / 1e6,
+        computed=_time_in(spans, COMPUTE, begin) / max(end - begin, 1e-9),
+        waited=_time_in(spans, ("wait",), begin) / max(end - begin, 1e-9),
         bytes_sent=_bytes_of(spans, "send"),
         bytes_received=_bytes_of(spans, "receive"),
         num_dropped=file.otherData.num_dropped,
     )
 
 
-def _time_in(spans: Sequence[Event], categories: tuple[str, ...]) -> float:
-    """Microseconds in which at least one span of these categories was open: what is nested counts once."""
-    covered, until = 0.0, float("-inf")
+def _time_in(spans: Sequence[Event], categories: tuple[str, ...], since: float) -> float:
+    """Microseconds after `since` in which at least one span of these categories was open: what is nested counts once."""
+    covered, until = 0.0, since
     for span in sorted((span for span in spans if span.cat in categories), key=lambda span: span.ts):
         end = span.ts + (span.dur or 0.0)
         covered += max(0.0, end - max(span.ts, until))

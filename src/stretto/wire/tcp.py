@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.errors import ConfigurationError, SecretError, UnreachableError
+from stretto.job.hosts import join_address, split_address
 from stretto.job.membership import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
@@ -128,14 +129,15 @@ class TcpWire(FramedWire):
         self._unfinished: set[int] = set()  # ranks with bytes read ahead that wait for another turn
         self._looked_at = self.now()
         try:
-            self._listener = socket.create_server((bind, port), backlog=1024)
+            family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+            self._listener = socket.create_server((bind, port), family=family, backlog=1024)
         except OSError as error:
             self._release()
             raise ConfigurationError(
                 f"rank {rank} cannot listen on {bind}:{port or 'any port'}: {error.strerror}.\n"
                 f"Choose another address or port, or none to let the system pick a free port."
             ) from error
-        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+        self.address = join_address(*self._listener.getsockname()[:2])
         # A forked child (a DataLoader's worker) would keep the connections open after this process has died: nobody would notice.
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_child(this))
@@ -178,10 +180,9 @@ class TcpWire(FramedWire):
                 arrived.get_nowait()[1].close()
 
     def _dial(self, peer: Peer, deadline: float) -> socket.socket:
-        host, _, port = peer.address.rpartition(":")
         while True:
             try:
-                connection = socket.create_connection((host, int(port)), timeout=HANDSHAKE_S)
+                connection = socket.create_connection(split_address(peer.address), timeout=HANDSHAKE_S)
                 try:
                     introduce_ourselves(connection, self._key, self._generation, self.rank, peer.rank)
                     return connection

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 import zmq
 
 from stretto.errors import ConfigurationError, SecretError, UnreachableError
+from stretto.job.hosts import join_address
 from stretto.job.membership import Peer
 from stretto.job.zap import ZapHandler, secure_client, secure_server
 from stretto.timeouts import Timeouts
@@ -102,7 +103,8 @@ class ZeroMQWire(FramedWire):
         self._set_heartbeat(router)
         secure_server(router, self._secret, encrypted=self._encrypt)
         try:
-            router.bind(f"tcp://{host}:{port or '*'}")
+            router.setsockopt(zmq.IPV6, int(":" in host))
+            router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
         except zmq.ZMQError as error:
             router.close(0)
             self._release()
@@ -149,6 +151,7 @@ class ZeroMQWire(FramedWire):
         monitor = dealer.get_monitor_socket(EVENTS)
         self._connections[peer.rank] = _Connection(peer, same_host, dealer)
         self._watcher.add(peer.rank, monitor)
+        dealer.setsockopt(zmq.IPV6, int(peer.address.startswith("[")))
         dealer.connect(f"tcp://{peer.address}")
 
     def _give_up_refused(self) -> None:
@@ -365,7 +368,7 @@ def _close_in_child(reference: weakref.ref[ZeroMQWire]) -> None:
             with contextlib.suppress(OSError):
                 ends.append(probe.getpeername())
             probe.close()
-            if any(isinstance(end, tuple) and f"{end[0]}:{end[1]}" in addresses for end in ends):
+            if any(isinstance(end, tuple) and join_address(str(end[0]), end[1]) in addresses for end in ends):
                 os.close(name)
 
 
