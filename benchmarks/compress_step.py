@@ -155,7 +155,7 @@ def as_markdown(reports: list[Report], command: str) -> str:
 
 def write(reports: list[Report], folder: Path, command: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"compress_step_{machine_name(reports[0])}_{reports[0].date[:10]}"  # type: ignore[arg-type]
+    stem = folder / f"compress_step_{machine_name(reports[0].machine)}_{reports[0].date[:10]}"
     stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=1) + b"\n")
     stem.with_suffix(".md").write_text(as_markdown(reports, command))
     print(stem.with_suffix(".md").read_text())

@@ -29,6 +29,7 @@ import torch
 from step_models import workloads
 from step_worker import Report, Row, Settings
 
+from stretto.bench.machine import Machine
 from stretto.bench.results import quartiles
 from stretto.bench.table_text import seconds, spread
 from stretto.errors import ConfigurationError, JobError, StrettoError
@@ -214,14 +215,14 @@ def as_markdown(reports: list[Report], command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def machine_name(report: Report) -> str:
-    name = report.machine.gpu or f"{report.machine.processor} {report.machine.cores} cores"
+def machine_name(machine: Machine) -> str:
+    name = machine.gpu or f"{machine.processor} {machine.cores} cores"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def write(reports: list[Report], folder: Path, command: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"step_{machine_name(reports[0])}_{reports[0].date[:10]}"
+    stem = folder / f"step_{machine_name(reports[0].machine)}_{reports[0].date[:10]}"
     stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=1) + b"\n")
     stem.with_suffix(".md").write_text(as_markdown(reports, command))
     print("\n".join(claims_table(reports)))
