@@ -308,7 +308,7 @@ def test_work_buffers_are_reused() -> None:
         places = set()
         for _ in range(5):
             pending = me.start(Kind.ALL_REDUCE, "round_robin", integers(me.rank, 50))
-            run = me.communicator._runs.get(pending.request.name)
+            run = me.communicator.runs.get(pending.request.name)
             if run is not None:
                 places.add(run.accumulators[1].flat.data_ptr())
             pending.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,6 +49,13 @@ class Request:
         return self.channel, self.sequence
 
     @property
+    def needs_everybody(self) -> bool:
+        """Whether it ends on no rank before all ranks have begun it. Not so where some ranks only send, or nothing is sent."""
+        if self.plan.kind in (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.ALL_TO_ALL):
+            return self.tensor.numel() > 0
+        return self.plan.kind is Kind.BARRIER
+
+    @property
     def num_bytes(self) -> int:
         """The length of the whole vector on the wire."""
         count = self.tensor.numel()
@@ -67,10 +75,28 @@ class Request:
         return f"{what}, algorithm={plan.algorithm}, world_size={plan.size}){self.label}"
 
 
+class Outside:
+    """A collective that the torch backend carries out by itself. It has its number among the others, and is known to those who
+    ask; `error` is set when it cannot come about, for whoever waits."""
+
+    needs_everybody = True
+
+    def __init__(self, name: Name, belief: str) -> None:
+        self.name = name
+        self.belief = belief
+        self.done = False
+        self.error: StrettoError | None = None
+
+
 class Pending:
     """A collective under way, to wait for from any thread. Its deadline is its own (`Timeouts.arrive_s` without progress)."""
 
-    def __init__(self, request: Request, help_along: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        help_along: Callable[[], None] | None = None,
+        while_waiting: Callable[[Pending], AbstractContextManager[None]] | None = None,
+    ) -> None:
         self.request = request
         self.error: StrettoError | None = None
         self._finished = threading.Event()
@@ -79,7 +105,19 @@ class Pending:
         self.ready: Callable[[], bool] | None = None
         self.made_at = time.monotonic()
         self._help_along = help_along  # one turn of the loop, where no thread turns it
-        self.on_waited: Callable[[Pending, int], None] | None = None  # told when a wait that began at a time has ended
+        self._while_waiting = while_waiting  # entered by a thread for as long as it is blocked here
+
+    @property
+    def name(self) -> Name:
+        return self.request.name
+
+    @property
+    def belief(self) -> str:
+        return self.request.belief
+
+    @property
+    def needs_everybody(self) -> bool:
+        return self.request.needs_everybody
 
     @property
     def done(self) -> bool:
@@ -106,10 +144,8 @@ class Pending:
     def wait(self) -> None:
         """Return when it is done; raise what went wrong. Whoever ends the loop ends every collective in it, so this returns."""
         if not self._finished.is_set():
-            begin_ns = time.perf_counter_ns()
-            self._wait()
-            if self.on_waited is not None:
-                self.on_waited(self, begin_ns)
+            with nullcontext() if self._while_waiting is None else self._while_waiting(self):
+                self._wait()
         if self.error is not None:
             raise self.error
 

@@ -39,9 +39,9 @@ class Run:
     """One collective in progress on this rank."""
 
     __slots__ = (
-        "accumulators", "answers", "asked_at", "beliefs", "belief", "code", "communicator", "confirmed", "counts", "digest",
-        "disputed_at", "eager", "held", "malformed", "name", "opened", "pending", "probed", "pumping", "ready", "remaining",
-        "request", "schedule", "started_at", "touched_at", "warned_at",
+        "accumulators", "answers", "ask_after_s", "asked_at", "asked_since", "beliefs", "belief", "code", "communicator",
+        "confirmed", "counts", "digest", "disputed_at", "eager", "held", "malformed", "name", "opened", "pending", "probed",
+        "pumping", "ready", "remaining", "request", "schedule", "started_at", "touched_at", "warned_at",
     )  # fmt: skip
 
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
@@ -65,7 +65,9 @@ class Run:
         self.malformed: FrameError | None = None  # what arrived could not be decoded
         self.accumulators = communicator.buffers_for(request, self.schedule)
         self.started_at = self.touched_at = self.warned_at = now
-        self.asked_at: float | None = None
+        self.asked_at: float | None = None  # everybody was asked then, and the verdict is out
+        self.asked_since: float | None = None  # when the silence began in which everybody was asked last
+        self.ask_after_s = 0.0  # how long it must have lasted before they are asked again
         self.probed = False
         self.answers: dict[int, State] = {}
         self.disputed_at: float | None = None
