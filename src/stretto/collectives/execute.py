@@ -46,6 +46,7 @@ from stretto.collectives.news import (
     as_error,
     as_failed,
     decode,
+    is_later,
 )
 from stretto.collectives.plan import Buffer
 from stretto.collectives.reduction import Accumulator
@@ -88,7 +89,7 @@ class Communicator:
         self._progress_of: dict[tuple[int, int], int] = {}  # (channel, rank) -> last collective known to have begun there
         self._history: dict[Name, str] = {}  # ended: what it was
         self._forgotten: dict[int, int] = {}  # channel -> the last collective that has ended and is no longer in the history
-        self._doomed: dict[Name, StrettoError] = {}  # failed elsewhere before it began here
+        self._doomed: list[Failed] = []  # failed elsewhere before it began here
         self._disputes: dict[Name, dict[int, str]] = {}
         self._knocks: dict[Name, set[int]] = {}
         self._work: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
@@ -115,7 +116,7 @@ class Communicator:
     def begin(self, pending: Pending) -> None:
         request = pending.request
         name = request.name
-        told = self._doomed.pop(name, None)
+        told = self._doom_of(name)
         doom = told or self._lost_before(request)
         if doom is not None:
             self._remember(name, request.belief)
@@ -188,7 +189,7 @@ class Communicator:
         """Around a collective that is carried out elsewhere, under a number of this communicator's and in its thread."""
         name = other.name
         self._outside[name] = other
-        other.error = self._doomed.pop(name, None)
+        other.error = self._doom_of(name)
         for rank, belief in (*self._begun.pop(name, {}).items(), *self._disputes.pop(name, {}).items()):
             self._disagree_outside(other, rank, belief)
         try:
@@ -226,7 +227,7 @@ class Communicator:
     def _is_forgotten(self, name: Name) -> bool:
         channel, sequence = name
         last = self._forgotten.get(channel)
-        return last is not None and (last - sequence) & 0xFFFFFFFF < 1 << 31  # numbers wrap around
+        return last is not None and not is_later(sequence, last)
 
     def belief(self, name: Name) -> str:
         """What this rank believes that collective is; empty if it has not begun it, or has forgotten."""
@@ -395,28 +396,38 @@ class Communicator:
     def fail_streams(self, names: list[Name], error: RankMismatch) -> None:
         """Ranks are in these collectives of different streams and will never meet: end the streams there, on all ranks."""
         for name in names:
-            self._tell_failed(name, error)
-            self._end_stream(name, error)
+            self._end_stream(as_failed(name, error), found_here=True)
 
-    def _end_stream(self, name: Name, error: StrettoError) -> None:
-        """End this collective, now or when it begins here, and all later ones of its channel that are under way: the buckets of
-        one round leave together, and whoever gets the error waits for the rest of them."""
-        channel, sequence = name
-        if not self.has_begun(name):
-            self._doom(name, error)
-        if name in self._outside:
-            self._outside[name].error = error
-        for run in [run for run in self.runs.values() if run.name[0] == channel]:
-            if (run.name[1] - sequence) & 0xFFFFFFFF < 1 << 31:
-                self._end(run, error)
-        for pending in self.queued():
-            if pending.name[0] == channel:
-                self._doom(pending.name, error)
+    def _end_stream(self, failed: Failed, *, found_here: bool = False) -> None:
+        """End a collective, now or when it begins here, and with it all later ones of its channel that are under way on any rank:
+        the buckets of one round leave together, and whoever gets the error waits for the rest of them.
 
-    def _doom(self, name: Name, error: StrettoError) -> None:
-        self._doomed[name] = error
-        while len(self._doomed) > HISTORY:
-            del self._doomed[next(iter(self._doomed))]
+        Several ranks may come to the same conclusion, and each adds what is under way there. What is heard later about something
+        that has ended here adds nothing of ours: this rank may have gone on by then."""
+        name = (failed.channel, failed.sequence)
+        if self._doom_of(name) is None:
+            if name in self._history or self._is_forgotten(name):
+                return
+            for pending in (*self.pending(), *self.queued()):
+                if pending.name[0] == failed.channel and is_later(pending.name[1], failed.last):
+                    failed, found_here = msgspec.structs.replace(failed, last=pending.name[1]), True
+            if found_here:
+                self.tell_everybody(TOPIC_FAILED, msgspec.msgpack.encode(failed))
+        self._doom(failed)
+        for other in self._outside.values():
+            if failed.includes(other.name):
+                other.error = as_error(failed)
+        for run in list(self.runs.values()):
+            if failed.includes(run.name):
+                self._end(run, as_error(failed))
+
+    def _doom(self, failed: Failed) -> None:
+        self._doomed.append(failed)
+        del self._doomed[:-HISTORY]
+
+    def _doom_of(self, name: Name) -> StrettoError | None:
+        """Why it failed elsewhere before it began here, if it has."""
+        return next((as_error(failed) for failed in self._doomed if failed.includes(name)), None)
 
     def _tell_failed(self, name: Name, error: StrettoError) -> None:
         self.tell_everybody(TOPIC_FAILED, msgspec.msgpack.encode(as_failed(name, error)))
@@ -426,15 +437,14 @@ class Communicator:
         if failed is None:
             return
         name = (failed.channel, failed.sequence)
-        error = as_error(failed)
-        if isinstance(error, RankMismatch):
-            self._end_stream(name, error)
+        if failed.kind == "mismatch":
+            self._end_stream(failed)
         elif name in self.runs:
-            self._end(self.runs[name], error)
+            self._end(self.runs[name], as_error(failed))
         elif name in self._outside:
-            self._outside[name].error = error
+            self._outside[name].error = as_error(failed)
         elif name not in self._history:
-            self._doom(name, error)
+            self._doom(failed)
 
     def _on_lost(self, error: PeerLost) -> None:
         for run in list(self.runs.values()):

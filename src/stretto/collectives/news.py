@@ -30,6 +30,11 @@ Name = tuple[int, int]  # channel, sequence
 T = TypeVar("T")
 
 
+def is_later(sequence: int, other: int) -> bool:
+    """Whether one collective of a channel comes after another. Numbers wrap around after 2**32."""
+    return 0 < (sequence - other) & 0xFFFFFFFF < 1 << 31
+
+
 class Begun(msgspec.Struct, frozen=True, array_like=True):
     channel: int
     sequence: int
@@ -44,6 +49,11 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
     text: str
     waited_s: float
     doing: str  # what that rank does instead, if it was asked
+    last: int  # all collectives of the channel up to this one have failed: mostly just `sequence`
+
+    def includes(self, name: Name) -> bool:
+        channel, sequence = name
+        return channel == self.channel and not is_later(self.sequence, sequence) and not is_later(sequence, self.last)
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
@@ -79,15 +89,18 @@ def decode(source: int, body: bytes, kind: type[T]) -> T | None:
         return None
 
 
-def as_failed(name: Name, error: StrettoError) -> Failed:
+def as_failed(name: Name, error: StrettoError, last: int | None = None) -> Failed:
+    """`last`: the last of the channel's collectives that have failed with it, if it was not this one alone."""
+    kind, rank, text, waited_s, doing = "broken", -1, str(error), 0.0, ""
     if isinstance(error, PeerLost):
-        return Failed(*name, "lost", error.rank, error.reason, 0.0, "")
-    if isinstance(error, WireTimeout):
-        return Failed(*name, "timeout", error.rank, error.tag, error.waited_s, error.doing)
-    if isinstance(error, FrameError):
-        return Failed(*name, "frame", error.rank, error.problem, 0.0, "")
-    kind = "mismatch" if isinstance(error, RankMismatch) else "broken"
-    return Failed(*name, kind, -1, str(error), 0.0, "")
+        kind, rank, text = "lost", error.rank, error.reason
+    elif isinstance(error, WireTimeout):
+        kind, rank, text, waited_s, doing = "timeout", error.rank, error.tag, error.waited_s, error.doing
+    elif isinstance(error, FrameError):
+        kind, rank, text = "frame", error.rank, error.problem
+    elif isinstance(error, RankMismatch):
+        kind = "mismatch"
+    return Failed(*name, kind, rank, text, waited_s, doing, name[1] if last is None else last)
 
 
 def as_error(failed: Failed) -> StrettoError:

@@ -220,6 +220,7 @@ class Engine:
             return
         if not (module.training or torch.is_grad_enabled()):
             return
+        self.job.whereabouts.claim(self.channel)  # on a GPU, backward waits in a thread of autograd's
         self.flush()
         self._notice_changes()
         if module.training and torch.is_grad_enabled() and self._shares_buffers:
@@ -330,7 +331,7 @@ class Engine:
     def _reduce(self, bucket: Bucket) -> None:
         """Begin the bucket's all-reduce; from a GPU, once its copy has arrived in host memory."""
         if self._native:
-            self.job.all_reduce(bucket.flat, "mean", "native")
+            self.job.all_reduce(bucket.flat, "mean", "native", label=self._label)
             return
         flat, ready, bucket.bring_back = self._staging.lend(bucket.flat, bucket.notes if bucket is self.closing else None)
         name = (self.channel, self._first_number(bucket) & 0xFFFFFFFF)
