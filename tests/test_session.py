@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,9 @@ import pytest
 import torch
 
 import stretto
+import stretto.testing
+from forked import worker
+from preloaded import Preloaded
 from stretto import api
 from stretto.collectives.plan import Kind
 from stretto.errors import ConfigurationError, PeerLost, RankMismatch, StrettoError
@@ -232,8 +237,7 @@ def test_without_a_launcher_there_is_a_job_of_one(alone: None) -> None:
     assert stretto.gather_object("x") == ["x"]
     assert stretto.device().type in ("cpu", "cuda")
     stretto.barrier()
-    with pytest.raises(ConfigurationError, match="stretto.init.. was called before"):
-        stretto.init()
+    assert stretto.init() is job
     with pytest.raises(ConfigurationError, match="the mean of"):
         stretto.all_reduce(torch.ones(2, dtype=torch.int64))
     stretto.shutdown()
@@ -287,3 +291,63 @@ def test_the_first_auto_all_reduce_does_not_hide_that_ranks_disagree() -> None:
     for text in run_jobs(3, call):
         assert "rank 1: barrier" in text
         assert "all_reduce(float32[4], op=mean, algorithm=auto)" in text
+
+
+# One job, one process ------------------------------------------------------------------------------------------------
+
+
+def test_init_again_gives_the_same_job_unless_it_asks_for_another(alone: None) -> None:
+    job = stretto.init(timeouts=Timeouts(arrive_s=50.0))
+    for again in (stretto.init(), stretto.init(timeouts=Timeouts(arrive_s=50.0)), stretto.init(wire="tcp")):
+        assert again is job
+    with pytest.raises(ConfigurationError, match=r"(?s)arrive_s=20.*joined its job before, with .*arrive_s=50.*leave them out"):
+        stretto.init(timeouts=Timeouts(arrive_s=20.0))
+    with pytest.raises(ConfigurationError, match="wire='gloo'.*joined its job before, with wire='auto' or wire='tcp'"):
+        stretto.init(wire="gloo")
+    stretto.shutdown()
+    assert stretto.init(wire="gloo") is not job and stretto.init(wire="gloo").backend == "gloo"
+
+
+def test_all_threads_of_a_process_are_in_its_job_and_a_thread_may_have_one_of_its_own(alone: None) -> None:
+    job = stretto.init()
+    seen: list[Job] = []
+    thread = threading.Thread(target=lambda: seen.append(stretto.current_job()))
+    thread.start()
+    thread.join(20)
+    assert seen == [job]
+    assert stretto.testing.run_jobs(3, lambda own: (stretto.rank(), stretto.init() is own)) == [(rank, True) for rank in range(3)]
+    assert stretto.current_job() is job
+    stretto.shutdown()
+    thread = threading.Thread(target=lambda: seen.append(stretto.is_initialized()))  # type: ignore[arg-type]
+    thread.start()
+    thread.join(20)
+    assert seen == [job, False]
+
+
+def test_nothing_is_left_of_jobs_that_were_left(alone: None) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    stretto.init()
+    stretto.shutdown()
+    before, threads, jobs = descriptors(), threading.active_count(), weakref.WeakSet[Job]()
+    for _ in range(300):
+        jobs.add(stretto.init())
+        stretto.shutdown()
+    gc.collect()
+    assert (descriptors(), threading.active_count(), len(jobs)) == (before, threads, 0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wire", ["tcp", "zeromq"])
+def test_a_forked_child_is_no_worker_and_leaves_its_parent_alone(wire: str, preloaded: Preloaded) -> None:
+    reports = preloaded.launch(worker, 2, wire, timeout_s=60)
+    for rank, report in enumerate(reports):
+        refusals = [*report["child"]["refusals"], *(report["loader"]["refusals"] if wire == "tcp" else ())]
+        for text in refusals:
+            assert f"forked from rank {rank} (process {report['pid']}) and is no worker of the job" in text
+            assert "not in a DataLoader worker" in text
+        if wire == "tcp":
+            assert report["loader"]["pid"] != report["pid"] and report["loader"]["place"] == [rank, 2, True]
+        assert report["child"]["place"] == [0, 1, 3.0] and not report["child"]["left"] and not report["left in a child"]
+        assert report["sums"] == [3.0]

@@ -54,6 +54,7 @@ def distribute(
     free at the next garbage collection, on each worker by itself: nothing is sent.
     """
     job = job or current_job()
+    job.check_usable()
     chosen, problem = Strategy(), None
     try:
         chosen = parse(strategy) if isinstance(strategy, str) else strategy or chosen

@@ -111,7 +111,7 @@ class Job:
     def broadcast(
         self, tensor: torch.Tensor, root: int = 0, *, name: tuple[int, int] | None = None, label: str = ""
     ) -> torch.Tensor:
-        self._check_rank(root, "root")
+        self.check_rank(root, "root")
         check_tensor("broadcast", tensor)
         self.check_usable()
         _tell_autograd(tensor)
@@ -317,7 +317,7 @@ class Job:
 
     # -- checks and the end -------------------------------------------------------------------------------------------
 
-    def _check_rank(self, rank: int, what: str) -> None:
+    def check_rank(self, rank: int, what: str) -> None:
         if not 0 <= rank < self.world_size:
             raise ConfigurationError(
                 f"{what}={rank} in a job of {self.world_size}: ranks are 0 to {self.world_size - 1}. Write one of these."
