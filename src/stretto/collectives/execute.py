@@ -114,6 +114,29 @@ class Communicator:
         return pending
 
     def begin(self, pending: Pending) -> None:
+        try:
+            self._begin(pending)
+        except WireError:
+            raise
+        except Exception as error:
+            self.broke(pending, error)
+
+    def broke(self, pending: Pending, error: Exception) -> None:
+        """Something unforeseen about one collective ends that one, on all ranks, and not the thread that all of them need."""
+        log.error("rank %d could not carry out %s", self.wire.rank, pending.belief, exc_info=error)
+        failure = WireError(
+            f"rank {self.wire.rank} could not carry out {pending.belief}: {type(error).__name__}: {error}.\n"
+            f"It was not foreseen, and ends this collective alone. The log of rank {self.wire.rank} has the traceback: report it."
+        )
+        failure.__cause__ = error
+        if pending.name in self.runs:
+            self.fail(self.runs[pending.name], failure)
+        elif not pending.done:
+            self._remember(pending.name, pending.belief)
+            self._tell_failed(pending.name, failure)
+            pending.finish(failure)
+
+    def _begin(self, pending: Pending) -> None:
         request = pending.request
         name = request.name
         told = self._doom_of(name)

@@ -16,7 +16,7 @@ from stretto.collectives.news import Name
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
 from stretto.collectives.schedule import check_length
-from stretto.errors import StrettoError
+from stretto.errors import ConfigurationError, StrettoError
 
 DEFAULT_SEGMENT_BYTES: Final = 2 << 20
 
@@ -37,6 +37,8 @@ class Request:
     def __post_init__(self) -> None:
         """Refuse what cannot work in the caller's thread, before anything is sent."""
         plan = self.plan
+        if self.tensor.device.type != "cpu":
+            raise ConfigurationError(f"a tensor on {self.tensor.device} where host memory is needed. Write tensor.cpu().")
         dtype_code(self.tensor.dtype)
         if plan.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
             check_op(self.op, self.tensor.dtype)

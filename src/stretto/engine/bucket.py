@@ -71,7 +71,7 @@ class Bucket:
         self.num_gradient_elements = sum(parameter.numel() for parameter in self.parameters)
         self.flat = torch.zeros(self.num_gradient_elements + num_notes, dtype=dtype, device=device)
         self.views = _views(self.flat, self.parameters)
-        self.notes = torch.zeros(num_notes, dtype=dtype) if notes_apart else self.flat[self.num_gradient_elements :]
+        self.notes = torch.zeros(num_notes, dtype=dtype, device="cpu") if notes_apart else self.flat[self.num_gradient_elements :]
         self.large = [view.nbytes >= LARGE_BYTES for view in self.views]
         self.fired = [False] * len(members)
         self.used = [True] * len(members)
@@ -132,9 +132,9 @@ class Bucket:
     def write(self, notes: Notes, used: Sequence[bool]) -> None:
         """Of the closing bucket: what this worker has to say."""
         self.notes.fill_(1.0)
-        self.notes[:NUM_NOTES].copy_(torch.tensor(notes))
+        self.notes[:NUM_NOTES].copy_(torch.tensor(notes, dtype=self.notes.dtype, device="cpu"))
         if not all(used):
-            self.notes[NUM_NOTES:].copy_(torch.tensor(used))
+            self.notes[NUM_NOTES:].copy_(torch.tensor(used, dtype=self.notes.dtype, device="cpu"))
 
     def read(self) -> tuple[Notes, list[float]]:
         """Of the closing bucket: what all workers have said, and for each parameter which share of them has a gradient."""

@@ -466,7 +466,7 @@ class Engine:
 
     def _add_late(self, used: list[bool]) -> None:
         """One more exchange, of the gradients that came after their bucket had left."""
-        flags = torch.zeros(len(self.dense))
+        flags = torch.zeros(len(self.dense), dtype=torch.float32, device="cpu")
         flags[list(self._late)] = 1.0
         self.job.all_reduce(flags, op="max", algorithm="ring")
         for number in flags.nonzero().flatten().tolist():
