@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -366,3 +367,67 @@ def test_threads_that_have_ended_own_nothing() -> None:
         assert [wait.channel for wait in whereabouts.blocking(2)] == [1]  # nobody else is left who could use it
         whereabouts.carrying(2, 1)
         assert whereabouts.blocking(2) == []
+
+
+def in_autograds_thread(action: Callable[[], None]) -> None:
+    """In a thread that the module `threading` does not know: as hooks run on a GPU."""
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def guarded() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+        done.set()
+
+    _thread.start_new_thread(guarded, ())
+    assert done.wait(30)
+    if errors:
+        raise errors[0]
+
+
+def test_a_thread_of_autograds_acts_for_the_thread_that_owns_the_stream() -> None:
+    whereabouts = Whereabouts()
+    me = threading.get_ident()
+
+    def check() -> None:
+        assert whereabouts.claim(2) == me
+        with whereabouts.waiting(2):
+            (wait,) = whereabouts.blocking(2)
+            assert wait.thread == me and "test_streams.py" in whereabouts.place_of_thread(me)
+
+    in_autograds_thread(lambda: whereabouts.claim(2) is None or pytest.fail("nobody has used any stream"))
+    whereabouts.claim(2)
+    in_autograds_thread(check)
+    assert whereabouts.blocking(2) == []
+    in_threads(lambda: whereabouts.claim(3) and in_autograds_thread(check))  # a second thread, with a stream of its own
+
+
+def test_with_two_threads_in_doubt_a_wait_of_autograds_is_nobodys() -> None:
+    whereabouts = Whereabouts()
+    whereabouts.claim(2)
+
+    def wait_for_somebody() -> None:
+        with whereabouts.waiting(2):
+            assert whereabouts.waits() == []
+
+    def second() -> None:
+        whereabouts.claim(2)
+        in_autograds_thread(wait_for_somebody)
+
+    in_threads(second)
+
+
+def test_a_collective_whose_data_is_on_its_way_to_host_memory_has_begun() -> None:
+    def program(job: Job) -> None:
+        arrived = threading.Event()
+        pending = job.start(Kind.ALL_REDUCE, torch.ones(4), "ring", name=(2, 0), ready=arrived.is_set)
+        assert job._communication is not None
+        communicator = job._communication.communicator
+        assert communicator.has_begun((2, 0)) and not communicator.has_begun((2, 1))
+        arrived.set()
+        pending.wait()
+        assert communicator.has_begun((2, 0))
+
+    run_jobs(2, program)

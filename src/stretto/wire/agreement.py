@@ -62,11 +62,12 @@ class Agreement:
         caller has found out otherwise."""
         wire = self._wire
         deadline = wire.now() + timeout_s
-        self._say(Said(sequence, what))
+        if given_up() is None:
+            self._say(Said(sequence, what))
         try:
-            while missing := self._missing(sequence):
-                if (problem := given_up()) is not None:
-                    self._heard.pop(sequence, None)
+            while (problem := given_up()) is not None or (missing := self._missing(sequence)):
+                if problem is not None:
+                    self.fail(sequence, problem)
                     raise problem
                 if wire.now() >= deadline:
                     raise WireTimeout(missing[0], what, timeout_s)
