@@ -105,5 +105,5 @@ class Staging:
 
 
 def _overwrite(tensor: torch.Tensor, flat: torch.Tensor, *, non_blocking: bool = False) -> None:
-    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+    with torch.no_grad():
         tensor.detach().copy_(flat.view(tensor.shape), non_blocking=non_blocking)
