@@ -10,7 +10,6 @@ import torch
 
 from stretto.errors import ConfigurationError
 
-DEVICES = ("cpu", "cuda")
 Number = bool | int | float
 
 
@@ -28,9 +27,9 @@ def _problem(tensor: torch.Tensor) -> str | None:
         return f"of layout {tensor.layout}: its values do not lie in one block of memory. Write tensor.to_dense()."
     if tensor.is_quantized:
         return f"of {tensor.dtype}: sums of quantized numbers are not numbers on that scale. Write tensor.dequantize()."
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "on the meta device: it has a shape, but no values to send. Make it on a device that has memory: device='cpu'."
-    if tensor.device.type not in DEVICES:
+    if not (tensor.is_cpu or tensor.is_cuda):
         return f"on {tensor.device}: only the memory of CPUs and CUDA devices can be read. Write tensor.cpu()."
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
@@ -41,6 +40,8 @@ def _problem(tensor: torch.Tensor) -> str | None:
 
 
 def _problem_when_written(tensor: torch.Tensor) -> str | None:
+    if tensor.is_contiguous():
+        return None
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         return (
             f"of shape {tuple(tensor.shape)} and strides {tensor.stride()}: several elements share one place in memory "

@@ -51,7 +51,7 @@ class CommunicationThread:
 
     def start(self, request: Request, ready: Callable[[], bool] | None = None) -> Pending:
         """Begin a collective; with `ready`, once that returns True (it is asked often, in the communication thread)."""
-        pending = Pending(request, while_waiting=self.communicator.waiting)
+        pending = Pending(request, watch=self.communicator.watch)
         pending.ready = ready
         if self._broken is not None:
             pending.finish(self._broken)

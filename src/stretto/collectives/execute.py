@@ -109,7 +109,7 @@ class Communicator:
     def start(self, request: Request) -> Pending:
         """Begin a collective. Only for the thread that drives this communicator."""
         self.whereabouts.claim(request.channel)
-        pending = Pending(request, lambda: self.step(self.patience_s()), self.waiting)
+        pending = Pending(request, lambda: self.step(self.patience_s()), self.watch)
         self.begin(pending)
         return pending
 
@@ -194,12 +194,14 @@ class Communicator:
         self.ledger.count(request.plan.kind.value, schedule.sent, schedule.received, itemsize)
         self._end(run, None)
 
-    @contextmanager
-    def waiting(self, pending: Pending) -> Iterator[None]:
-        """Around a thread's wait for a collective, in that thread."""
+    def watch(self, pending: Pending, wait: Callable[[], None]) -> None:
+        """Make the calling thread wait for a collective, and note that it does."""
         begin_ns = time.perf_counter_ns()
-        with self.whereabouts.waiting(pending.request.channel, pending):
-            yield
+        blocked = self.whereabouts.begin_wait(pending.request.channel, pending)
+        try:
+            wait()
+        finally:
+            self.whereabouts.end_wait(blocked)
         self.ledger.count_wait(time.perf_counter_ns() - begin_ns)
         if self.tracer is not None:
             plan = pending.request.plan

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,7 +36,7 @@ class Request:
     def __post_init__(self) -> None:
         """Refuse what cannot work in the caller's thread, before anything is sent."""
         plan = self.plan
-        if self.tensor.device.type != "cpu":
+        if not self.tensor.is_cpu:
             raise ConfigurationError(f"a tensor on {self.tensor.device} where host memory is needed. Write tensor.cpu().")
         dtype_code(self.tensor.dtype)
         if plan.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
@@ -90,6 +89,9 @@ class Outside:
         self.error: StrettoError | None = None
 
 
+Watch = Callable[["Pending", Callable[[], None]], None]  # makes a thread wait, and keeps an eye on it
+
+
 class Pending:
     """A collective under way, to wait for from any thread. Its deadline is its own (`Timeouts.arrive_s` without progress)."""
 
@@ -97,7 +99,7 @@ class Pending:
         self,
         request: Request,
         help_along: Callable[[], None] | None = None,
-        while_waiting: Callable[[Pending], AbstractContextManager[None]] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.request = request
         self.error: StrettoError | None = None
@@ -107,7 +109,7 @@ class Pending:
         self.ready: Callable[[], bool] | None = None
         self.made_at = time.monotonic()
         self._help_along = help_along  # one turn of the loop, where no thread turns it
-        self._while_waiting = while_waiting  # entered by a thread for as long as it is blocked here
+        self._watch = watch
 
     @property
     def name(self) -> Name:
@@ -146,8 +148,10 @@ class Pending:
     def wait(self) -> None:
         """Return when it is done; raise what went wrong. Whoever ends the loop ends every collective in it, so this returns."""
         if not self._finished.is_set():
-            with nullcontext() if self._while_waiting is None else self._while_waiting(self):
+            if self._watch is None:
                 self._wait()
+            else:
+                self._watch(self, self._wait)
         if self.error is not None:
             raise self.error
 

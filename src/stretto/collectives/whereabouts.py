@@ -22,24 +22,23 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
-from typing import Final
+from typing import Final, NamedTuple
 
-from stretto.collectives.request import Pending
+from stretto.collectives.request import Outside, Pending
 
 REMEMBERED: Final = 8  # how many of a channel's last collectives say whose it is
 LONGEST_PATH: Final = 120
 OURS: Final = frozenset({"stretto", "torch"})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Wait:
+class Wait(NamedTuple):
     """A thread is blocked until `pending` has ended; or, without one, until all that is under way in the channel has."""
 
     thread: int
     channel: int
-    pending: Pending | None
+    pending: Pending | Outside | None
+    before: Wait | None  # a signal handler may wait while its thread waits
 
 
 class Whereabouts:
@@ -60,25 +59,35 @@ class Whereabouts:
             users = self._users_of(channel, sys._current_frames())
             return next(iter(users)) if len(users) == 1 else None
         thread = threading.get_ident()
-        self._users.setdefault(channel, deque(maxlen=REMEMBERED)).append(thread)
+        users = self._users.get(channel)
+        if users is None:
+            users = self._users.setdefault(channel, deque(maxlen=REMEMBERED))
+        users.append(thread)
         return thread
 
-    @contextmanager
-    def waiting(self, channel: int, pending: Pending | None = None) -> Iterator[None]:
-        """The calling thread is blocked until `pending`, or all that is under way in the channel, has ended."""
+    def begin_wait(self, channel: int, pending: Pending | Outside | None = None) -> Wait | None:
+        """The calling thread is blocked from now on, until `pending`, or all that is under way in the channel, has ended."""
         thread = self.claim(channel)
         if thread is None:
-            yield
+            return None
+        wait = self._waits[thread] = Wait(thread, channel, pending, self._waits.get(thread))
+        return wait
+
+    def end_wait(self, wait: Wait | None) -> None:
+        if wait is None:
             return
-        before = self._waits.get(thread)  # a signal handler may wait while its thread waits
-        self._waits[thread] = Wait(thread, channel, pending)
+        if wait.before is None:
+            del self._waits[wait.thread]
+        else:
+            self._waits[wait.thread] = wait.before
+
+    @contextmanager
+    def waiting(self, channel: int, pending: Pending | Outside | None = None) -> Iterator[None]:
+        wait = self.begin_wait(channel, pending)
         try:
             yield
         finally:
-            if before is None:
-                del self._waits[thread]
-            else:
-                self._waits[thread] = before
+            self.end_wait(wait)
 
     def carrying(self, channel: int, exchanges: int) -> None:
         """So many more (or fewer) exchanges are carried on in this channel, whatever the thread that began them does."""
