@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import stretto
 from engine.worker import RING, data, mlp, start
@@ -112,3 +114,38 @@ def test_after_catching_it_everybody_can_train_on(tmp_path: Path) -> None:
 
     first, *others = run_jobs(3, program)
     assert all(other == first for other in others)
+
+
+def test_a_backward_that_fails_before_a_synchronised_batch_norm_and_is_caught() -> None:
+    """The others wait in the layer's backward; the one whose backward failed comes to close its round."""
+
+    def program(job: Job) -> str:
+        model = nn.Sequential(nn.Linear(4, 3), stretto.SyncBatchNorm(3), nn.Identity(), nn.Linear(3, 1)).double()
+        start(job, model)
+        with pytest.raises(RankMismatch) as caught:
+            for _ in range(2):
+                model[2] = Refused() if job.rank == 1 else nn.Identity()
+                try:
+                    model(data(job.rank)).square().mean().backward()
+                except RuntimeError as error:
+                    assert "it cannot go on" in str(error)
+        return str(caught.value)
+
+    for text in run_jobs(2, program):
+        assert "for gradients" in text and "of SyncBatchNorm" in text
+
+
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("it cannot go on")
+
+
+class Refused(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        refused: Tensor = Refusing.apply(x)  # type: ignore[no-untyped-call]
+        return refused
