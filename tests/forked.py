@@ -80,7 +80,8 @@ def leaving() -> bool:
 def worker(wire: Any) -> dict[str, Any]:
     job = stretto.init(wire=wire)
     stretto.barrier()
-    loader = DataLoader(range(2), batch_size=2, num_workers=1, collate_fn=collate, multiprocessing_context="fork")
+    numbers: Any = range(2)
+    loader: Any = DataLoader(numbers, batch_size=2, num_workers=1, collate_fn=collate, multiprocessing_context="fork")
     report = {
         "pid": os.getpid(),
         "loader": next(iter(loader)) if wire == "tcp" else None,

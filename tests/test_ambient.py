@@ -163,12 +163,14 @@ def two_of_them() -> Tensor:
 
 class Wrapped(Tensor):
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError("nobody should compute with it")
 
 
 def wrapped() -> Tensor:
-    return Tensor._make_subclass(Wrapped, torch.ones(2))  # type: ignore[arg-type]
+    return Tensor._make_subclass(Wrapped, torch.ones(2))
 
 
 @pytest.mark.parametrize(

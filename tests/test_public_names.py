@@ -18,7 +18,8 @@ NAMES = [
     "SecretError", "Sign", "Strategy", "StrettoError", "SyncBatchNorm", "Synchronous", "TernGrad", "Threshold", "Timeouts",
     "TopK", "UnreachableError", "WaitFree", "WarmUp", "WireError", "WireTimeout", "WorkerFailed", "all_gather", "all_reduce",
     "barrier", "broadcast", "current_job", "device", "distribute", "gather_object", "init", "is_initialized", "join", "launch",
-    "load", "local_rank", "main_first", "no_sync", "parse", "print", "rank", "recipes", "save", "shutdown", "weight", "world_size",
+    "load", "local_rank", "main_first", "no_sync", "parse", "print", "rank", "recipes", "save", "shutdown", "weight",
+    "world_size",
 ]  # fmt: skip
 
 

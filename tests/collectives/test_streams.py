@@ -166,7 +166,7 @@ def test_ranks_in_an_odd_order_that_comes_out_right_are_left_alone() -> None:
     """Rank 0 sends along a chain to 1 and 2, rank 2 along one to 0 and 1. Ranks 0 and 2 are in different streams, and neither has
     begun the other's; but rank 0 waits for rank 1 alone, which is only late."""
 
-    def program(wire: VirtualWire) -> list[float]:
+    def program(wire: VirtualWire) -> float:
         me = Rank(wire)
         compute(me, until_s=20.0 if me.rank == 1 else 0.0)
         streams = [(2, 0), (3, 2)]
@@ -243,10 +243,10 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute, "ASK_S", 0.05)
 
 
-def in_threads(*actions: Callable[[], None]) -> None:
+def in_threads(*actions: Callable[[], object]) -> None:
     errors: list[BaseException] = []
 
-    def guarded(action: Callable[[], None]) -> None:
+    def guarded(action: Callable[[], object]) -> None:
         try:
             action()
         except BaseException as error:
@@ -444,7 +444,7 @@ def test_what_was_begun_long_ago_still_counts_as_begun() -> None:
 
 def test_threads_that_have_ended_own_nothing() -> None:
     whereabouts = Whereabouts()
-    in_threads(lambda: whereabouts.claim(2) and None)
+    in_threads(lambda: whereabouts.claim(2))
     assert whereabouts.blocking(2) == []
     whereabouts.claim(1)
     with whereabouts.waiting(1):
@@ -453,7 +453,7 @@ def test_threads_that_have_ended_own_nothing() -> None:
         assert whereabouts.blocking(2) == []
 
 
-def in_autograds_thread(action: Callable[[], None]) -> None:
+def in_autograds_thread(action: Callable[[], object]) -> None:
     """In a thread that the module `threading` does not know: as hooks run on a GPU."""
     errors: list[BaseException] = []
     done = threading.Event()
@@ -485,7 +485,12 @@ def test_a_thread_of_autograds_acts_for_the_thread_that_owns_the_stream() -> Non
     whereabouts.claim(2)
     in_autograds_thread(check)
     assert whereabouts.blocking(2) == []
-    in_threads(lambda: whereabouts.claim(3) and in_autograds_thread(check))  # a second thread, with a stream of its own
+
+    def second() -> None:
+        whereabouts.claim(3)  # a stream of its own
+        in_autograds_thread(check)
+
+    in_threads(second)
 
 
 def test_with_two_threads_in_doubt_a_wait_of_autograds_is_nobodys() -> None:

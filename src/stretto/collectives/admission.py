@@ -10,7 +10,7 @@ import torch
 
 from stretto.errors import ConfigurationError
 
-Number = bool | int | float
+Number = float  # which, to type checkers, bool and int are too
 
 
 def check_tensor(call: str, tensor: object, *, writes: bool = True) -> None:

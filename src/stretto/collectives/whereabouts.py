@@ -59,10 +59,9 @@ class Whereabouts:
             users = self._users_of(channel, sys._current_frames())
             return next(iter(users)) if len(users) == 1 else None
         thread = threading.get_ident()
-        users = self._users.get(channel)
-        if users is None:
-            users = self._users.setdefault(channel, deque(maxlen=REMEMBERED))
-        users.append(thread)
+        if channel not in self._users:
+            self._users.setdefault(channel, deque(maxlen=REMEMBERED))
+        self._users[channel].append(thread)
         return thread
 
     def begin_wait(self, channel: int, pending: Pending | Outside | None = None) -> Wait | None:
