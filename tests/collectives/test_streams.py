@@ -15,6 +15,7 @@ import torch
 from collectives.ranks import Rank, integers
 from stretto.collectives import execute, inquiry
 from stretto.collectives.plan import Kind
+from stretto.collectives.request import Outside
 from stretto.collectives.whereabouts import Whereabouts
 from stretto.errors import RankMismatch, WireError, WireTimeout
 from stretto.job.membership import ranks_text
@@ -491,6 +492,23 @@ def test_a_thread_of_autograds_acts_for_the_thread_that_owns_the_stream() -> Non
         in_autograds_thread(check)
 
     in_threads(second)
+
+
+def test_waits_may_end_in_any_order_and_leave_nothing() -> None:
+    """Backward has a thread for each GPU, and both act for the one that called it; a signal handler may wait within a wait."""
+    whereabouts = Whereabouts()
+    first, second = Outside((2, 0), ""), Outside((2, 1), "")
+    one, two = whereabouts.begin_wait(2, first), whereabouts.begin_wait(2, second)
+    assert whereabouts.waits() == [two]
+    first.done = True
+    whereabouts.end_wait(one)
+    whereabouts.end_wait(two)
+    assert whereabouts.waits() == []
+    with whereabouts.waiting(2):
+        with whereabouts.waiting(3):
+            assert [wait.channel for wait in whereabouts.waits()] == [3]
+        assert [wait.channel for wait in whereabouts.waits()] == [2]
+    assert whereabouts.waits() == []
 
 
 def test_with_two_threads_in_doubt_a_wait_of_autograds_is_nobodys() -> None:

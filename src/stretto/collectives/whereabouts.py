@@ -49,6 +49,7 @@ class Whereabouts:
         self._users: dict[int, deque[int]] = {}
         self._waits: dict[int, Wait] = {}
         self._carried: Counter[int] = Counter()
+        self._lock = threading.Lock()
 
     # -- told by the threads ------------------------------------------------------------------------------------------
 
@@ -73,12 +74,13 @@ class Whereabouts:
         return wait
 
     def end_wait(self, wait: Wait | None) -> None:
-        if wait is None:
-            return
-        if wait.before is None:
+        if wait is None or self._waits.get(wait.thread) is not wait:
+            return  # two threads of autograd's may wait for one thread, and end in any order
+        before = wait.before
+        if before is None or (before.pending is not None and before.pending.done):
             del self._waits[wait.thread]
         else:
-            self._waits[wait.thread] = wait.before
+            self._waits[wait.thread] = before
 
     @contextmanager
     def waiting(self, channel: int, pending: Pending | Outside | None = None) -> Iterator[None]:
@@ -90,7 +92,8 @@ class Whereabouts:
 
     def carrying(self, channel: int, exchanges: int) -> None:
         """So many more (or fewer) exchanges are carried on in this channel, whatever the thread that began them does."""
-        self._carried[channel] += exchanges
+        with self._lock:  # the thread that begins them and the one that carries them
+            self._carried[channel] += exchanges
 
     # -- asked for another rank ---------------------------------------------------------------------------------------
 
@@ -117,7 +120,7 @@ class Whereabouts:
 
     def _users_of(self, channel: int, alive: dict[int, FrameType]) -> set[int]:
         users = alive.keys() & set(self._users.get(channel, ()))
-        return users or alive.keys() & {thread for threads in list(self._users.values()) for thread in threads}
+        return users or alive.keys() & {thread for threads in list(self._users.values()) for thread in tuple(threads)}
 
 
 def place_of(frame: FrameType | None) -> str:
