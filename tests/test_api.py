@@ -85,6 +85,8 @@ def test_init_again_gives_the_same_job_unless_it_asks_for_another(alone: None) -
         stretto.init(timeouts=Timeouts(arrive_s=20.0))
     with pytest.raises(ConfigurationError, match="wire='gloo'.*joined its job before, with wire='auto' or wire='tcp'"):
         stretto.init(wire="gloo")
+    with pytest.raises(ConfigurationError, match="wire='pigeon' is not known"):
+        stretto.init(wire="pigeon")  # type: ignore[arg-type]
     stretto.shutdown()
     assert stretto.init(wire="gloo") is not job and stretto.init(wire="gloo").backend == "gloo"
 

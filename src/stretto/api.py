@@ -24,7 +24,7 @@ from stretto.collectives.reduction import Op
 from stretto.errors import ConfigurationError
 from stretto.job.detect import detect_here
 from stretto.observe.termination import before_termination
-from stretto.session import WIRES, Job, WireName, join
+from stretto.session import Job, WireName, check_wire, join
 from stretto.timeouts import Timeouts
 
 Algorithm = Literal[
@@ -79,7 +79,8 @@ def _check_same(job: Job, timeouts: Timeouts | None, wire: str) -> None:
             f"init(timeouts={timeouts!r}): this process has joined its job before, with {job.timeouts!r}, and joins once.\n"
             f"Give them in the first call of init, or leave them out here."
         )
-    if wire in WIRES and wire not in job.wire_names:
+    check_wire(wire)
+    if wire not in job.wire_names:
         raise ConfigurationError(
             f"init(wire={wire!r}): this process has joined its job before, with {_wires_text(job)}, and joins once.\n"
             f"Give it in the first call of init, or leave it out here."

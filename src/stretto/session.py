@@ -402,10 +402,14 @@ def _tell_autograd(tensor: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
-    """Find the others and connect to all of them."""
+def check_wire(wire: str) -> None:
     if wire not in WIRES:
         raise ConfigurationError(f"wire={wire!r} is not known. Write one of {', '.join(map(repr, WIRES))}.")
+
+
+def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
+    """Find the others and connect to all of them."""
+    check_wire(wire)
     backend = wire if wire in ("gloo", "nccl") else None
     if launch.world_size == 1:
         job = Job(launch, introduce(launch, "", timeouts), None, timeouts, backend)

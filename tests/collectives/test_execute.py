@@ -431,6 +431,8 @@ def test_a_bug_at_the_beginning_of_a_collective_reaches_the_caller_too(caplog: p
     thread = CommunicationThread(Communicator(wires[0], PATIENT))
     scattered = torch.zeros(4, 4).t()  # a request promises contiguous memory
     pending = thread.start(Request(catalogue.plan(Kind.ALL_REDUCE, "ring", 0, 2), scattered))
-    with pytest.raises(StrettoError, match="the communication thread failed"):
+    with pytest.raises(StrettoError, match="rank 0 could not carry out all_reduce") as caught:
         pending.wait()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "Traceback" in caplog.text and "the communication thread failed" not in caplog.text
     thread.stop(5.0)

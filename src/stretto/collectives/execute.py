@@ -330,8 +330,7 @@ class Communicator:
 
     def _release(self, run: Run, to: int) -> None:
         if self.may_send(run, to):
-            for number in run.held.pop(to, ()):
-                run.send(number, run.schedule.tasks[number])
+            run.ready.extend(run.held.pop(to, ()))
             run.pump()
 
     # -- ranks that disagree ------------------------------------------------------------------------------------------
