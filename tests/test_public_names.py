@@ -18,7 +18,7 @@ NAMES = [
     "SecretError", "Sign", "Strategy", "StrettoError", "SyncBatchNorm", "Synchronous", "TernGrad", "Threshold", "Timeouts",
     "TopK", "UnreachableError", "WaitFree", "WarmUp", "WireError", "WireTimeout", "WorkerFailed", "all_gather", "all_reduce",
     "barrier", "broadcast", "current_job", "device", "distribute", "gather_object", "init", "is_initialized", "join", "launch",
-    "load", "local_rank", "no_sync", "parse", "rank", "recipes", "release", "save", "shutdown",
+    "load", "local_rank", "main_first", "no_sync", "parse", "print", "rank", "recipes", "release", "save", "shutdown",
     "synchronize", "weight", "world_size",
 ]  # fmt: skip
 

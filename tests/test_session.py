@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +14,13 @@ import pytest
 import torch
 
 import stretto
-from stretto import api
+import stretto.testing
 from stretto.collectives.plan import Kind
-from stretto.errors import ConfigurationError, PeerLost, RankMismatch, StrettoError
+from stretto.errors import ConfigurationError, PeerLost, RankMismatch
 from stretto.job.detect import Launch
 from stretto.job.membership import Peer
+from stretto.plan.choose import Choices, Trial
+from stretto.plan.network import LinkEstimate
 from stretto.session import LARGE_BYTES, Job, join
 from stretto.testing import run_threads
 from stretto.timeouts import Timeouts
@@ -209,69 +210,9 @@ def test_hierarchical_works_on_two_hosts() -> None:
     run_jobs(4, program, list("aabb"))
 
 
-# The public functions ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher's variables, and no job left behind."""
-    for name in list(os.environ):
-        if name.startswith(("STRETTO_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")):
-            monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    stretto.shutdown()
-
-
-def test_without_a_launcher_there_is_a_job_of_one(alone: None) -> None:
-    job = stretto.init()
-    assert stretto.is_initialized() and stretto.current_job() is job
-    assert (stretto.rank(), stretto.local_rank(), stretto.world_size()) == (0, 0, 1)
-    tensor = torch.arange(3.0)
-    assert stretto.all_reduce(tensor) is tensor and tensor.tolist() == [0.0, 1.0, 2.0]
-    assert stretto.broadcast(tensor) is tensor
-    assert stretto.all_gather(tensor).tolist() == [[0.0, 1.0, 2.0]]
-    assert stretto.gather_object("x") == ["x"]
-    assert stretto.device().type in ("cpu", "cuda")
-    stretto.barrier()
-    with pytest.raises(ConfigurationError, match="stretto.init.. was called before"):
-        stretto.init()
-    with pytest.raises(ConfigurationError, match="the mean of"):
-        stretto.all_reduce(torch.ones(2, dtype=torch.int64))
-    stretto.shutdown()
-    assert not stretto.is_initialized()
-    stretto.shutdown()
-
-
-def test_before_init_every_call_says_what_to_do(alone: None) -> None:
-    for call in (stretto.rank, stretto.barrier, stretto.current_job, lambda: stretto.all_reduce(torch.ones(1))):
-        with pytest.raises(ConfigurationError, match="Call stretto.init.. first"):
-            call()
-
-
 def test_an_unknown_wire_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="wire='carrier pigeon' is not known. Write one of 'auto', 'tcp'"):
         join(launch_of(0, 1), TIMEOUTS, "carrier pigeon")  # type: ignore[arg-type]
-
-
-def test_every_thread_has_a_job_of_its_own() -> None:
-    def program(wire: Wire) -> tuple[int, list[float]]:
-        with job_on(wire) as job:
-            token = api._job.set(job)
-            try:
-                return stretto.rank(), stretto.all_reduce(torch.full((2,), float(job.rank)), algorithm="butterfly").tolist()
-            finally:
-                api._job.reset(token)
-
-    assert run_threads(3, program, wires=threads_world(3)) == [(rank, [1.0, 1.0]) for rank in range(3)]
-
-
-def test_all_errors_are_one_family() -> None:
-    for name in stretto.__all__:
-        value = getattr(stretto, name)
-        if isinstance(value, type) and issubclass(value, Exception):
-            assert issubclass(value, StrettoError)
 
 
 def test_the_first_auto_all_reduce_does_not_hide_that_ranks_disagree() -> None:
@@ -315,3 +256,45 @@ def test_a_job_whose_workers_never_did_anything_together_says_so_once(
         run_threads(size, program, wires=threads_world(size, check=True))
     found = [record.getMessage() for record in caplog.records if "distribute()" in record.getMessage()]
     assert len(found) == said and all(f"this job of {size} workers" in text for text in found)
+
+
+def test_rank_0_decides_what_auto_takes_however_others_have_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements are shared, but a rounding may differ between machines: here every rank comes to a conclusion of its own."""
+    link = LinkEstimate(1e-4, 1e-9, 1e-10)
+
+    def trials(*_: Any) -> list[Trial]:
+        return [Trial(4096 << stretto.rank(), ("ring", "direct", "butterfly")[stretto.rank()])]
+
+    def choose(*_: Any) -> Choices:
+        return Choices([1 << stretto.rank()], ["ring", ("direct", "butterfly", "chain")[stretto.rank()]], link)
+
+    monkeypatch.setattr("stretto.session.trials", trials)
+    monkeypatch.setattr("stretto.session.choose", choose)
+
+    def program(job: Job) -> Choices | None:
+        assert job.all_reduce(torch.ones(100), "sum").tolist() == [3.0] * 100
+        return job.choices
+
+    assert stretto.testing.run_jobs(3, program) == [Choices([1], ["ring", "direct"], link)] * 3
+
+
+@pytest.mark.parametrize(
+    "lazy", [lambda x: x.conj(), lambda x: x.conj().imag, lambda x: x.conj().real.t()], ids=["conj", "neg", "t"]
+)
+def test_a_lazy_view_on_one_rank_is_sent_as_the_values_that_it_stands_for(lazy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """On all ranks alike it would make no difference: a sum of conjugates is the conjugate of a sum."""
+    values = torch.complex(torch.arange(6.0).view(2, 3), torch.ones(2, 3))
+
+    def program(job: Job) -> None:
+        def mine(rank: int) -> torch.Tensor:
+            return lazy(values * (1 + rank)) if rank == 1 else lazy(values * (1 + rank)).resolve_conj().resolve_neg().contiguous()
+
+        expected = torch.stack([mine(rank).resolve_conj().resolve_neg() for rank in range(3)])
+        for algorithm in ("ring", "all_to_all"):
+            total = job.all_reduce(mine(job.rank), "sum", algorithm)
+            assert torch.equal(total.resolve_conj().resolve_neg(), expected.sum(0))
+        for root in range(3):
+            assert torch.equal(job.broadcast(mine(job.rank), root).resolve_conj().resolve_neg(), expected[root])
+        assert torch.equal(job.all_gather(mine(job.rank)), expected)
+
+    run_jobs(3, program)

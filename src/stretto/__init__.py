@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from stretto.api import init as init
     from stretto.api import is_initialized as is_initialized
     from stretto.api import local_rank as local_rank
+    from stretto.api import main_first as main_first
+    from stretto.api import print as print
     from stretto.api import rank as rank
     from stretto.api import shutdown as shutdown
     from stretto.api import world_size as world_size
@@ -89,7 +91,7 @@ __version__ = "0.1.0"
 _HOME = {
     "stretto.api": (
         "all_gather", "all_reduce", "barrier", "broadcast", "current_job", "device", "gather_object", "init",
-        "is_initialized", "local_rank", "rank", "shutdown", "world_size",
+        "is_initialized", "local_rank", "main_first", "print", "rank", "shutdown", "world_size",
     ),
     "stretto.aggregate.all_reduce": ("AllReduce",),
     "stretto.checkpoint": ("Resumed", "load", "save"),

@@ -1,23 +1,30 @@
 """The public functions: join the job, ask who we are, move tensors.
 
-The job lives in a context variable: it belongs to the thread (or task) that called `init`, and to whatever runs in a copy of its
-context. There is no module-level group.
+A process is in one job, the one that `init` joined: it is the same in all threads. A context variable overrides it where several
+ranks live in one process, each in a thread (`stretto.testing`). A forked child finds its parent's job and may ask who it is; to
+move tensors it needs a job of its own.
 """
 
 from __future__ import annotations
 
+import builtins
+import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from multiprocessing.util import Finalize
-from typing import Any, Literal
+from typing import Any, Literal, TextIO, overload
 
 import torch
 
+from stretto.collectives.admission import Number, as_before, as_number, as_tensor
 from stretto.collectives.reduction import Op
 from stretto.errors import ConfigurationError
 from stretto.job.detect import detect_here
 from stretto.observe.termination import before_termination
-from stretto.session import Job, WireName, join
+from stretto.session import Job, WireName, check_wire, join
 from stretto.timeouts import Timeouts
 
 Algorithm = Literal[
@@ -26,7 +33,22 @@ Algorithm = Literal[
 ]  # fmt: skip
 
 _job: ContextVar[Job | None] = ContextVar("stretto_job", default=None)
-_left: ContextVar[bool] = ContextVar("stretto_left", default=False)
+
+
+class _Process:
+    """What belongs to this process: the job that it is in. `left_in`: the process that was in one before and has left it."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self.left_in: int | None = None
+        self.joining = threading.RLock()
+
+
+_process = _Process()
+
+
+def _find_job() -> Job | None:
+    return _job.get() or _process.job
 
 
 def init(*, timeouts: Timeouts | None = None, wire: WireName = "auto") -> Job:
@@ -34,13 +56,44 @@ def init(*, timeouts: Timeouts | None = None, wire: WireName = "auto") -> Job:
 
     `timeouts` beats STRETTO_TIMEOUT. `wire`: "auto" is plain TCP (and shared memory) within one host and encrypted ZeroMQ
     between hosts; "gloo" and "nccl" move tensors through torch.distributed and allow algorithm="native".
+
+    Called again, it returns the job that the process is in. In a forked child it joins anew.
     """
-    if _job.get() is not None:
+    with _process.joining:
+        job = _find_job()
+        if job is not None and job.is_here:
+            _check_same(job, timeouts, wire)
+            return job
+        _job.set(None)
+        _process.job = job = _join_anew(timeouts, wire)
+    if job.tracer is not None:
+        job.begin_trace()
+        before_termination(job.write_trace)
+    return job
+
+
+def _check_same(job: Job, timeouts: Timeouts | None, wire: str) -> None:
+    """A cell of a notebook that is run again, or a library that calls init too, gets the same job, unless it asks for another."""
+    if timeouts is not None and timeouts != job.timeouts:
         raise ConfigurationError(
-            "stretto.init() was called before: a process joins one job, once. Call it at the beginning of the program only."
+            f"init(timeouts={timeouts!r}): this process has joined its job before, with {job.timeouts!r}, and joins once.\n"
+            f"Give them in the first call of init, or leave them out here."
         )
+    check_wire(wire)
+    if wire not in job.wire_names:
+        raise ConfigurationError(
+            f"init(wire={wire!r}): this process has joined its job before, with {_wires_text(job)}, and joins once.\n"
+            f"Give it in the first call of init, or leave it out here."
+        )
+
+
+def _wires_text(job: Job) -> str:
+    return " or ".join(f"wire={name!r}" for name in sorted(job.wire_names))
+
+
+def _join_anew(timeouts: Timeouts | None, wire: WireName) -> Job:
     launch = detect_here()
-    if _left.get() and launch.world_size > 1:
+    if _process.left_in == os.getpid() and launch.world_size > 1:
         raise ConfigurationError(
             "this worker has left its job (stretto.shutdown), and a job is joined once. Call stretto.shutdown() only at the end, "
             "or start another job."
@@ -51,10 +104,6 @@ def init(*, timeouts: Timeouts | None = None, wire: WireName = "auto") -> Job:
     # Not atexit: that would also run in forked children, and say goodbye in our name. This belongs to this process alone, and
     # also runs at the end of processes that multiprocessing made.
     job.at_exit = Finalize(job, _leave_at_exit, (job,), exitpriority=100)
-    _job.set(job)
-    if job.tracer is not None:
-        job.begin_trace()
-        before_termination(job.write_trace)
     return job
 
 
@@ -65,29 +114,29 @@ def _leave_at_exit(job: Job) -> None:
 
 def shutdown() -> None:
     """Leave the job: say goodbye to every peer, so that a clean exit is not taken for a lost worker. Bounded in time."""
-    job = _job.get()
-    if job is not None:
-        job.close(goodbye=sys.exc_info()[0] is None)  # called while an exception is on its way, this is no clean exit
-        if job.at_exit is not None:
-            job.at_exit.cancel()
-        _job.set(None)
-        _left.set(True)
+    job = _find_job()
+    if job is None:
+        return
+    job.close(goodbye=sys.exc_info()[0] is None)  # called while an exception is on its way, this is no clean exit
+    if job.at_exit is not None:
+        job.at_exit.cancel()
+    if job is _process.job:
+        _process.job = None
+        _process.left_in = os.getpid() if job.is_here else None
+    _job.set(None)
 
 
 def current_job() -> Job:
-    """The job that `init` joined in this context."""
-    job = _job.get()
+    """The job that this process is in."""
+    job = _find_job()
     if job is None:
-        raise ConfigurationError(
-            "there is no job in this thread. Call stretto.init() first; in another thread than the one that called it, "
-            "run your function in a copy of the context: contextvars.copy_context().run(function)."
-        )
+        raise ConfigurationError("this process is in no job. Call stretto.init() first, once.")
     return job
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called in this context (and `shutdown` was not)."""
-    return _job.get() is not None
+    """Whether `init` was called (and `shutdown` was not)."""
+    return _find_job() is not None
 
 
 def rank() -> int:
@@ -110,17 +159,35 @@ def device() -> torch.device:
     return current_job().device
 
 
-def all_reduce(tensor: torch.Tensor, op: Op = "mean", algorithm: Algorithm = "auto") -> torch.Tensor:
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", algorithm: Algorithm = "auto") -> torch.Tensor: ...
+@overload
+def all_reduce(tensor: Number, op: Op = "mean", algorithm: Algorithm = "auto") -> Number: ...
+def all_reduce(tensor: torch.Tensor | Number, op: Op = "mean", algorithm: Algorithm = "auto") -> torch.Tensor | Number:
     """Replace `tensor`, in place, by its mean (sum, min, max, product) over all workers; returns it. All end with the same bits.
 
-    Every worker must call it with a tensor of the same length and dtype. CPU or CUDA, contiguous or not.
+    Every worker must call it with a tensor of the same length and dtype. CPU or CUDA, contiguous or not. If autograd needs the
+    old values for a backward, that raises: give a copy, `tensor.detach().clone()`. Of a number the result is a number.
     """
-    return current_job().all_reduce(tensor, op, algorithm)
+    job = current_job()
+    if isinstance(tensor, torch.Tensor):
+        return job.all_reduce(tensor, op, algorithm)
+    number = as_number("all_reduce", tensor)
+    return as_before(job.all_reduce(as_tensor(number, op), op, algorithm), number, op)
 
 
-def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-    """Replace `tensor`, in place, by the one of rank `root`; returns it."""
-    return current_job().broadcast(tensor, root)
+@overload
+def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor: ...
+@overload
+def broadcast(tensor: Number, root: int = 0) -> Number: ...
+def broadcast(tensor: torch.Tensor | Number, root: int = 0) -> torch.Tensor | Number:
+    """Replace `tensor`, in place, by the one of rank `root`; returns it. Of numbers, it returns that of rank `root`."""
+    job = current_job()
+    if isinstance(tensor, torch.Tensor):
+        return job.broadcast(tensor, root)
+    job.check_rank(root, "root")
+    numbers: list[Number] = job.gather_object(as_number("broadcast", tensor))  # of any kind: rank 0's may be 0.5, others' 0
+    return numbers[root]
 
 
 def all_gather(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,3 +203,31 @@ def gather_object(value: Any) -> list[Any]:
 def barrier() -> None:
     """Return when every worker has called it."""
     current_job().barrier()
+
+
+def print(
+    *values: object, sep: str | None = " ", end: str | None = "\n", file: TextIO | None = None, flush: bool = False
+) -> None:
+    """As Python's own, on rank 0 only. A process that is in no job prints for itself."""
+    job = _find_job()
+    if job is None or job.rank == 0:
+        builtins.print(*values, sep=sep, end=end, file=file, flush=flush)
+
+
+@contextmanager
+def main_first(*, per_host: bool = False) -> Iterator[None]:
+    """Let rank 0 run the block before the others do: it downloads or prepares what they then find. All workers enter it.
+
+    `per_host`: the first worker of every host goes first, where hosts have disks of their own. An exception in the block leaves
+    it without a word to those who wait; they are told when that worker ends, or calls another collective. What takes longer than
+    `Timeouts.arrive_s` needs a larger one.
+    """
+    job = current_job()
+    job.check_usable()
+    first = (job.local_rank if per_host else job.rank) == 0
+    label = f" of main_first({'per_host=True' if per_host else ''})"
+    if not first:
+        job.barrier(label)
+    yield
+    if first:
+        job.barrier(label)

@@ -218,10 +218,11 @@ def _collect_own(engine: Engine) -> list[Exported]:
 
 
 def _sent_to_rank_0(job: Job, mine: list[Tensor], owner: int, number: int, kind: tuple[str, list[int]]) -> Tensor:
-    value = mine[number].cpu().contiguous() if job.rank == owner else torch.empty(kind[1], dtype=getattr(torch, kind[0]))
+    empty = torch.empty(kind[1], dtype=getattr(torch, kind[0]), device="cpu")
+    value = mine[number].cpu().contiguous() if job.rank == owner else empty
     if owner != 0 and value.numel():
         job.broadcast(value, owner)
-    return value if job.rank == 0 else torch.empty(0)
+    return value if job.rank == 0 else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _stretto_entry(engine: Engine, sampler: Sampler | None, everybody: list[dict[str, Any]]) -> dict[str, Any]:
@@ -282,7 +283,7 @@ def _packed(tensor: Tensor) -> list[Any]:
 def _unpacked(packed: list[Any]) -> Tensor:
     dtype, shape, data = packed
     if not data:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
 
 
@@ -308,7 +309,7 @@ def _receive(job: Job, path: Path, what: str) -> IO[bytes]:
 
 def _next_piece(job: Job, source: IO[bytes] | None, num_bytes: int) -> memoryview:
     """Broadcast the next bytes. If rank 0 cannot read them it sends zeros, for the others wait, and the checksum will not fit."""
-    piece = torch.zeros(num_bytes, dtype=torch.uint8)
+    piece = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     if source is not None:
         try:
             source.readinto(piece.numpy())  # type: ignore[attr-defined]

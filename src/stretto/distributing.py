@@ -59,6 +59,7 @@ def distribute(
     each worker by itself, and nothing is sent.
     """
     job = job or current_job()
+    job.check_usable()
     strategy = job.launch.strategy if strategy is None else strategy
     chosen, problem = Strategy(), None
     optimizers = as_tuple(optimizer)

@@ -116,21 +116,22 @@ class PeerLost(WireError):
 
 
 class WireTimeout(WireError):
-    """A peer is alive (its heartbeat answers) but what was waited for did not come in time."""
+    """A peer is alive (its heartbeat answers) but what was waited for did not come in time. `doing`: what it does instead."""
 
-    def __init__(self, rank: int, tag: str, waited_s: float) -> None:
-        super().__init__(
-            f"rank {rank} did not take part in {tag} within {waited_s:g} s. Its process still answers "
-            f"heartbeats, so it is busy, blocked or in another part of the program.\n"
+    def __init__(self, rank: int, tag: str, waited_s: float, doing: str = "") -> None:
+        unknown = (
+            f"Its process still answers heartbeats, so it is busy, blocked or in another part of the program.\n"
             f"Find out what rank {rank} is doing (py-spy dump), or allow more time: "
             f"stretto.init(timeouts=Timeouts(arrive_s=...))."
         )
+        super().__init__(f"rank {rank} did not take part in {tag} within {waited_s:g} s. {doing or unknown}")
         self.rank = rank
         self.tag = tag
         self.waited_s = waited_s
+        self.doing = doing
 
-    def __reduce__(self) -> tuple[type[WireTimeout], tuple[int, str, float]]:
-        return WireTimeout, (self.rank, self.tag, self.waited_s)
+    def __reduce__(self) -> tuple[type[WireTimeout], tuple[int, str, float, str]]:
+        return WireTimeout, (self.rank, self.tag, self.waited_s, self.doing)
 
 
 class FrameError(WireError):

@@ -18,13 +18,15 @@ import msgspec
 import torch
 
 from stretto.collectives import catalogue
+from stretto.collectives.admission import check_tensor
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
 from stretto.collectives.hop import Hop
 from stretto.collectives.plan import Kind
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
-from stretto.collectives.request import DEFAULT_SEGMENT_BYTES, Pending, Request
+from stretto.collectives.request import DEFAULT_SEGMENT_BYTES, Outside, Pending, Request
 from stretto.collectives.staging import Staging
+from stretto.collectives.whereabouts import Whereabouts
 from stretto.errors import ConfigurationError
 from stretto.job.detect import Launch
 from stretto.job.introduce import farewell, introduce, local_address, settle
@@ -64,6 +66,8 @@ class Job:
         self.peers = peers
         self.wire = wire
         self.timeouts = timeouts
+        self.pid = os.getpid()  # a forked child inherits the object, but neither its thread nor its place in the job
+        self.wire_names = frozenset({"auto"})  # what `init(wire=...)` may have said to get this job
         self.rank = launch.rank
         self.world_size = launch.world_size
         self.local_rank = launch.local_rank
@@ -79,37 +83,45 @@ class Job:
         self._collectives_of_ours = 0  # that nobody asked for: to compare clocks
         communicator = None if wire is None else Communicator(wire, timeouts, self.ledger, self.tracer)
         self._communication = None if communicator is None else CommunicationThread(communicator)
+        self.whereabouts = Whereabouts() if communicator is None else communicator.whereabouts
         self._segment_bytes = DEFAULT_SEGMENT_BYTES if wire is None else wire.segment_bytes
         self._staging = Staging()
         self._sequences: dict[int, int] = {}  # channel -> how many collectives without a name of their own it has had
-        self._channel = PUBLIC_CHANNEL
+        self._here = _Here()
         self._channels = PUBLIC_CHANNEL
         self._lock = threading.Lock()
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "mean", algorithm: str = "auto") -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, op: str = "mean", algorithm: str = "auto", *, label: str = "") -> torch.Tensor:
+        check_tensor("all_reduce", tensor)
         check_op(op, tensor.dtype)
         dtype_code(tensor.dtype)
         if algorithm not in ("auto", "native"):
             catalogue.find(Kind.ALL_REDUCE, algorithm)
+        self.check_usable()
+        _tell_autograd(tensor)
         if algorithm == "native":
-            return self._native_all_reduce(tensor, op)
+            return self._native_all_reduce(tensor, op, label)
         if self.world_size > 1:
             what = f"all_reduce({dtype_name(tensor.dtype)}[{tensor.numel()}], op={op}, algorithm=auto)"
             chosen = self.choose(tensor.numel() * tensor.element_size(), what) if algorithm == "auto" else algorithm
-            self.run(Kind.ALL_REDUCE, tensor, chosen, op=op)
+            self.run(Kind.ALL_REDUCE, tensor, chosen, op=op, label=label)
         return tensor
 
     def broadcast(
         self, tensor: torch.Tensor, root: int = 0, *, name: tuple[int, int] | None = None, label: str = ""
     ) -> torch.Tensor:
-        self._check_rank(root, "root")
+        self.check_rank(root, "root")
+        check_tensor("broadcast", tensor)
+        self.check_usable()
+        _tell_autograd(tensor)
         large = tensor.numel() * tensor.element_size() >= LARGE_BYTES
         self.run(Kind.BROADCAST, tensor, "chain" if large else "binomial", root=root, name=name, label=label)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        check_tensor("all_gather", tensor, writes=False)
         gathered = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         gathered[self.rank].copy_(tensor.detach())
         large = gathered.numel() * gathered.element_size() >= LARGE_BYTES
@@ -124,20 +136,20 @@ class Job:
                 f"gather_object of a {type(value).__name__} that cannot be encoded ({problem}). It carries what is made of None, "
                 f"bool, int, float, str, bytes, list and dict. Convert it to these; for tensors there is all_gather."
             ) from problem
-        lengths = self.all_gather(torch.tensor([len(encoded)], dtype=torch.int64))
+        lengths = self.all_gather(torch.tensor([len(encoded)], dtype=torch.int64, device="cpu"))
         longest = int(lengths.max())
         if longest > MAX_OBJECT_BYTES:
             raise ConfigurationError(
                 f"gather_object: a value of {longest} encoded bytes; the limit is {MAX_OBJECT_BYTES}. "
                 f"Put large data into a tensor and use all_gather."
             )
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         rows = self.all_gather(padded).numpy()
         return [msgspec.msgpack.decode(rows[rank, : int(lengths[rank])].tobytes()) for rank in range(self.world_size)]
 
-    def barrier(self) -> None:
-        self.run(Kind.BARRIER, torch.empty(0, dtype=torch.uint8), "dissemination")
+    def barrier(self, label: str = "") -> None:
+        self.run(Kind.BARRIER, torch.empty(0, dtype=torch.uint8, device="cpu"), "dissemination", label=label)
 
     def run(
         self,
@@ -152,7 +164,7 @@ class Job:
     ) -> None:
         """Run one collective of the catalogue on `tensor`, in place, and wait for it."""
         dtype_code(tensor.dtype)
-        self._check_open()
+        self.check_usable()
         if self.world_size == 1:
             return
         flat, bring_back = self._staging.borrow(tensor)
@@ -176,21 +188,26 @@ class Job:
         """Begin a collective on flat host memory; it must not be touched until the result is waited for.
 
         `name` (channel, sequence) must be the same on all ranks; without it, the calls of this job are numbered in their order.
+        Whoever has a channel of its own says which thread uses it: `whereabouts.claim`.
         `label` is compared between ranks, and shown when they disagree.
         `ready` says when the memory holds what is to be sent, if it does not yet (a copy from a GPU is under way).
         `hop` encodes every message of an all-reduce (`stretto.collectives.hop`).
         """
         plan = catalogue.plan(kind, algorithm, self.rank, self.world_size, root=root, group=self.workers_per_host)
+        self.check_usable()
         assert self._communication is not None
+        if name is None:
+            self.whereabouts.claim(self._here.channel)
         with self._lock:
             if name is None:
-                name = (self._channel, self._next_sequence())
+                name = (self._here.channel, self._next_sequence())
             segment = segment_bytes or self._segment_bytes
             return self._communication.start(Request(plan, flat, op, *name, segment, label, hop), ready)
 
     def _next_sequence(self) -> int:
-        sequence = self._sequences.get(self._channel, 0)
-        self._sequences[self._channel] = (sequence + 1) & 0xFFFFFFFF
+        channel = self._here.channel
+        sequence = self._sequences.get(channel, 0)
+        self._sequences[channel] = (sequence + 1) & 0xFFFFFFFF
         return sequence
 
     def new_channel(self) -> int:
@@ -198,7 +215,7 @@ class Job:
         self._channels += 1
         return self._channels
 
-    def _native_all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+    def _native_all_reduce(self, tensor: torch.Tensor, op: str, label: str) -> torch.Tensor:
         from stretto.wire.torch_group import TorchGroupWire  # brings in torch.distributed, which others do without
 
         wire = self.wire
@@ -209,12 +226,22 @@ class Job:
                 'all_reduce(algorithm="native") is the torch backend\'s own collective, and this job runs on another wire.\n'
                 'Start it with stretto.init(wire="gloo") or stretto.init(wire="nccl"), or use algorithm="auto".'
             )
-        self._check_open()
-        assert self._communication is not None
+        communication = self._communication
+        assert communication is not None
+        self.whereabouts.claim(self._here.channel)
         with self._lock:
             sequence = self._next_sequence()
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-        self._communication.call(lambda: wire.native_all_reduce(tensor, op, sequence, self.timeouts.arrive_s, stream))
+        belief = f"all_reduce({dtype_name(tensor.dtype)}[{tensor.numel()}], op={op}, algorithm=native)"
+        other = Outside((self._here.channel, sequence), belief + label)
+
+        def carry_out() -> None:
+            with communication.communicator.outside(other):
+                patience_s = self.timeouts.arrive_s
+                wire.native_all_reduce(tensor, op, sequence, patience_s, stream, label=label, given_up=lambda: other.error)
+
+        with self.whereabouts.waiting(self._here.channel, other):
+            communication.call(carry_out)
         return tensor
 
     # -- choosing -----------------------------------------------------------------------------------------------------
@@ -222,18 +249,18 @@ class Job:
     def choose(self, num_bytes: int, what: str = "") -> str:
         """The all-reduce for this size. The first call measures the links: all ranks must make it together, for one `what`."""
         if self.choices is None:
-            self.run(Kind.BARRIER, torch.empty(0, dtype=torch.uint8), "dissemination", label=f" to choose for {what}")
+            self.barrier(f" to choose for {what}")
             with self._on_channel(CHOOSING_CHANNEL):  # its many collectives must not meet calls of the user's
                 self.choices = self._make_choices()
         return self.choices.algorithm(num_bytes)
 
     @contextmanager
     def _on_channel(self, channel: int) -> Iterator[None]:
-        before, self._channel = self._channel, channel
+        before, self._here.channel = self._here.channel, channel
         try:
             yield
         finally:
-            self._channel = before
+            self._here.channel = before
 
     def _make_choices(self) -> Choices:
         group = self.workers_per_host
@@ -256,7 +283,7 @@ class Job:
         return msgspec.convert(self.gather_object(msgspec.to_builtins(value))[0], kind)
 
     def _try_out(self, trial: Trial) -> float:
-        probe = torch.zeros(trial.num_bytes // 4)
+        probe = torch.zeros(trial.num_bytes // 4, dtype=torch.float32, device="cpu")
         times = []
         for _ in range(TRIES):
             self.barrier()
@@ -291,21 +318,36 @@ class Job:
 
     # -- checks and the end -------------------------------------------------------------------------------------------
 
-    def _check_rank(self, rank: int, what: str) -> None:
+    def check_rank(self, rank: int, what: str) -> None:
         if not 0 <= rank < self.world_size:
             raise ConfigurationError(
                 f"{what}={rank} in a job of {self.world_size}: ranks are 0 to {self.world_size - 1}. Write one of these."
             )
 
-    def _check_open(self) -> None:
+    def check_usable(self) -> None:
+        """Refuse collectives of a job that was left, and in a process that has only inherited it."""
         if self.closed:
             raise ConfigurationError("this job was shut down. Call stretto.init() once, before its collectives.")
+        if not self.is_here:
+            raise ConfigurationError(
+                f"a collective in process {os.getpid()}, which was forked from rank {self.rank} (process {self.pid}) and is no "
+                f"worker of the job: the thread and the connections that it needs are the parent's.\n"
+                f"Call it in the process that called stretto.init(), not in a DataLoader worker (dataset, collate_fn) or another "
+                f"child. There you have rank(), world_size() and device()."
+            )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that joined it, and not one that was forked from it later."""
+        return os.getpid() == self.pid
 
     def close(self, *, goodbye: bool) -> None:
         """Leave the job. Without `goodbye` the others see a lost peer: for an exit with an exception in flight."""
         if self.closed:
             return
         self.closed = True
+        if not self.is_here:
+            return  # the connections are the parent's, who goes on using them
         if goodbye:
             self._say_if_unused()
         for thread in list(self.threads):
@@ -362,13 +404,31 @@ class Job:
             log.error("rank %d: its trace could not be written: %s", self.rank, problem)
 
 
-def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
-    """Find the others and connect to all of them."""
+class _Here(threading.local):
+    """The channel of the calls that a thread makes without a name. Only while it chooses is that another than the public one."""
+
+    channel = PUBLIC_CHANNEL
+
+
+def _tell_autograd(tensor: torch.Tensor) -> None:
+    """Results are written to memory that autograd may have saved for a backward, which must then raise and not use them."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def check_wire(wire: str) -> None:
     if wire not in WIRES:
         raise ConfigurationError(f"wire={wire!r} is not known. Write one of {', '.join(map(repr, WIRES))}.")
+
+
+def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
+    """Find the others and connect to all of them."""
+    check_wire(wire)
     backend = wire if wire in ("gloo", "nccl") else None
     if launch.world_size == 1:
-        return Job(launch, introduce(launch, "", timeouts), None, timeouts, backend)
+        job = Job(launch, introduce(launch, "", timeouts), None, timeouts, backend)
+        job.wire_names |= {wire} if backend else {"tcp", "zeromq"}  # nothing travels
+        return job
     if launch.encrypt and wire not in ("auto", "zeromq"):
         raise ConfigurationError(
             f'wire="{wire}" does not encrypt, and this job spans several hosts, where encryption is on.\n'
@@ -383,7 +443,9 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
         ours.abandon()
         raise
     whole = ours if backend is None else _through_torch(backend, ours, timeouts)
-    return Job(launch, peers, whole, timeouts, backend)
+    job = Job(launch, peers, whole, timeouts, backend)
+    job.wire_names |= {backend or ("tcp" if isinstance(ours, TcpWire) else "zeromq")}
+    return job
 
 
 def _make_wire(launch: Launch, timeouts: Timeouts, wire: WireName) -> TcpWire | ZeroMQWire:

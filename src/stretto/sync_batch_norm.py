@@ -147,7 +147,7 @@ class _Link:
 
     def statistics(self, x: Tensor, number: int) -> tuple[int, Tensor, Tensor]:
         """Over all workers' samples: how many per channel, their mean and (biased) variance."""
-        rows = torch.zeros(self.job.world_size, 1 + 2 * x.shape[1], dtype=torch.float64)
+        rows = torch.zeros(self.job.world_size, 1 + 2 * x.shape[1], dtype=torch.float64, device="cpu")
         rows[self.job.rank] = _own_statistics(x)
         label = f" for forward {number} of {self}"
         self.job.run(Kind.ALL_GATHER, rows, "direct", name=(self._forward_channel, number & 0xFFFFFFFF), label=label)
@@ -174,10 +174,10 @@ def _own_statistics(x: Tensor) -> Tensor:
     """(n, mean, sum of squared distances from it) of every channel, on the host."""
     count = x.shape[0] * math.prod(x.shape[2:])
     if count == 0:
-        return torch.zeros(1 + 2 * x.shape[1], dtype=torch.float64)
+        return torch.zeros(1 + 2 * x.shape[1], dtype=torch.float64, device="cpu")
     variance, mean = torch.var_mean(x.to(_computing_dtype(x)), _all_but_channels(x), correction=0)
     host = torch.stack([mean.double(), variance.double() * count]).cpu()
-    return torch.cat([torch.tensor([float(count)], dtype=torch.float64), host.flatten()])
+    return torch.cat([torch.tensor([float(count)], dtype=torch.float64, device="cpu"), host.flatten()])
 
 
 class _Normalise(torch.autograd.Function):

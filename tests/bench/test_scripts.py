@@ -25,7 +25,9 @@ def script_of(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return script
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "before_after", "compress", "compress_gpu", "compress_loss", "compress_step", "step"])
+@pytest.mark.parametrize(
+    "name", ["all_reduce", "before_after", "compress", "compress_gpu", "compress_loss", "compress_step", "step"]
+)
 def test_help_is_printed(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     script = script_of(name, monkeypatch)
     with pytest.raises(SystemExit) as ended:

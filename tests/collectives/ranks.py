@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ class Rank:
         self.rank, self.size = wire.rank, wire.world_size
         self.communicator = Communicator(wire, timeouts)
         self.channel = channel
-        self.sequence = 0
+        self.sequences: Counter[int] = Counter()
 
     def start(
         self,
@@ -41,11 +42,14 @@ class Rank:
         group: int = 1,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
         sequence: int | None = None,
+        channel: int | None = None,
     ) -> Pending:
         plan = catalogue.plan(kind, algorithm, self.rank, self.size, root=root, group=group)
+        channel = self.channel if channel is None else channel
         if sequence is None:
-            sequence, self.sequence = self.sequence, self.sequence + 1
-        return self.communicator.start(Request(plan, tensor, op, self.channel, sequence, segment_bytes))
+            sequence = self.sequences[channel]
+            self.sequences[channel] += 1
+        return self.communicator.start(Request(plan, tensor, op, channel, sequence, segment_bytes))
 
     def run(self, kind: Kind, algorithm: str, tensor: torch.Tensor, op: str = "sum", **options: Any) -> torch.Tensor:
         self.start(kind, algorithm, tensor, op, **options).wait()

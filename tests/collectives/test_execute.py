@@ -308,7 +308,7 @@ def test_work_buffers_are_reused() -> None:
         places = set()
         for _ in range(5):
             pending = me.start(Kind.ALL_REDUCE, "round_robin", integers(me.rank, 50))
-            run = me.communicator._runs.get(pending.request.name)
+            run = me.communicator.runs.get(pending.request.name)
             if run is not None:
                 places.add(run.accumulators[1].flat.data_ptr())
             pending.wait()
@@ -431,6 +431,8 @@ def test_a_bug_at_the_beginning_of_a_collective_reaches_the_caller_too(caplog: p
     thread = CommunicationThread(Communicator(wires[0], PATIENT))
     scattered = torch.zeros(4, 4).t()  # a request promises contiguous memory
     pending = thread.start(Request(catalogue.plan(Kind.ALL_REDUCE, "ring", 0, 2), scattered))
-    with pytest.raises(StrettoError, match="the communication thread failed"):
+    with pytest.raises(StrettoError, match="rank 0 could not carry out all_reduce") as caught:
         pending.wait()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "Traceback" in caplog.text and "the communication thread failed" not in caplog.text
     thread.stop(5.0)

@@ -14,7 +14,8 @@ import torch
 from collectives.ranks import ALL_REDUCES, Rank, integers, run_ranks
 from stretto.collectives import catalogue
 from stretto.collectives.communication import CommunicationThread
-from stretto.collectives.execute import ASK_S, Communicator
+from stretto.collectives.execute import Communicator
+from stretto.collectives.inquiry import ASK_S
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Request
 from stretto.collectives.run import EAGER_BYTES

@@ -102,8 +102,8 @@ def start(
 ) -> Pending:
     group = 2 if algorithm == "hierarchical" else 1
     plan = catalogue.plan(Kind.ALL_REDUCE, algorithm, me.rank, me.size, group=group)
-    me.sequence += 1
-    return me.communicator.start(Request(plan, tensor, op, me.channel, me.sequence, segment_bytes, hop=hop))
+    me.sequences[me.channel] += 1
+    return me.communicator.start(Request(plan, tensor, op, me.channel, me.sequences[me.channel], segment_bytes, hop=hop))
 
 
 def reduce(me: Rank, algorithm: str, tensor: torch.Tensor, hop: Hop | None, op: str = "sum", **options: int) -> torch.Tensor:

@@ -221,8 +221,8 @@ def test_it_works_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def all_reduce(me: Rank, algorithm: str, length: int) -> torch.Tensor:
     tensor, plan = floats(me.rank, length), catalogue.plan(Kind.ALL_REDUCE, algorithm, me.rank, me.size)
-    me.sequence += 1
-    me.communicator.start(Request(plan, tensor, "sum", me.channel, me.sequence, 1000, hop=Int8Hop(64))).wait()
+    me.sequences[me.channel] += 1
+    me.communicator.start(Request(plan, tensor, "sum", me.channel, me.sequences[me.channel], 1000, hop=Int8Hop(64))).wait()
     return tensor
 
 

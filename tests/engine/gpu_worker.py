@@ -30,6 +30,20 @@ def gradients_of_three_steps(texts: list[str], device: str, bad_step: int = -1) 
     return found
 
 
+def different_ways(device: str) -> str:
+    """What a worker is told when rank 1 is at a barrier and the others are in backward."""
+    job = stretto.init()
+    model = _model().to(device)
+    stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.ones(4, 6, device=device)
+    torch.autograd.backward(model(x).pow(2).mean())
+    try:
+        stretto.barrier() if job.rank == 1 else torch.autograd.backward(model(x).pow(2).mean())
+    except stretto.RankMismatch as error:
+        return str(error)
+    return "not found out"
+
+
 def _model() -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
     with torch.no_grad():

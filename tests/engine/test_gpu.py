@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.gpu_worker import gradients_of_three_steps
+from engine.gpu_worker import different_ways, gradients_of_three_steps
 from stretto.job.in_process import launch
 
 pytestmark = [
@@ -40,3 +40,9 @@ def test_a_bad_gradient_on_a_gpu_is_everybodys() -> None:
     for worker in launch(gradients_of_three_steps, 2, texts, "cuda", 1, timeout_s=60):
         assert all(value != value for value in worker[texts[0]][1])  # NaN, all of them
         assert all(value == value for value in worker[texts[0]][2])
+
+
+def test_a_backward_that_waits_in_a_thread_of_autograds_is_found_out_too() -> None:
+    for text in launch(different_ways, 2, "cuda", timeout_s=60):
+        assert "rank 0: all_reduce(" in text and "rank 1: barrier(" in text
+        assert text.count("gpu_worker.py:") == 2

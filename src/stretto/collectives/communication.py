@@ -39,6 +39,7 @@ class CommunicationThread:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
+        communicator.queued = lambda: self._unready + list(self._submitted)
         self._submitted: deque[Pending] = deque()
         self._calls: deque[_Call] = deque()
         self._unready: list[Pending] = []
@@ -50,8 +51,7 @@ class CommunicationThread:
 
     def start(self, request: Request, ready: Callable[[], bool] | None = None) -> Pending:
         """Begin a collective; with `ready`, once that returns True (it is asked often, in the communication thread)."""
-        pending = Pending(request)
-        pending.on_waited = self.communicator.waited
+        pending = Pending(request, watch=self.communicator.watch)
         pending.ready = ready
         if self._broken is not None:
             pending.finish(self._broken)

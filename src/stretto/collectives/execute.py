@@ -15,7 +15,8 @@ same error with the same culprit:
 
     peer lost                every collective that involves it fails with `PeerLost(rank)`
     nothing for `arrive_s`   everybody is asked; the rank that has not begun is blamed: `WireTimeout(rank)`
-    ranks disagree           everybody says what it believes it is doing; `RankMismatch` lists who said what
+    ranks disagree           everybody says what it believes it is doing; `RankMismatch` lists who said what. Ranks that are in
+                             different streams of collectives are found out by asking (`inquiry.py`)
 
 One thread runs the loop (`communication.py`), or the waiting caller does (`Communicator` alone, in tests and virtual time).
 """
@@ -24,35 +25,36 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
 import torch
 
 from stretto.collectives.hop import HopAccumulator
+from stretto.collectives.inquiry import ASK_S, Inquiry
 from stretto.collectives.news import (
-    TOPIC_ASK,
     TOPIC_BEGUN,
     TOPIC_BELIEF,
     TOPIC_FAILED,
     TOPIC_KNOCK,
-    TOPIC_STATE,
     Ask,
     Begun,
     Failed,
     Name,
-    State,
     as_error,
     as_failed,
     decode,
+    is_later,
 )
 from stretto.collectives.plan import Buffer
 from stretto.collectives.reduction import Accumulator
-from stretto.collectives.request import Pending, Request
+from stretto.collectives.request import Outside, Pending, Request
 from stretto.collectives.run import Run
 from stretto.collectives.schedule import Schedule
-from stretto.errors import PeerLost, StrettoError, WireError, WireTimeout
-from stretto.job.membership import ranks_text
+from stretto.collectives.whereabouts import Whereabouts
+from stretto.errors import PeerLost, RankMismatch, StrettoError, WireError
 from stretto.observe.ledger import Ledger
 from stretto.observe.trace import Tracer
 from stretto.timeouts import Timeouts
@@ -60,7 +62,6 @@ from stretto.wire.agreement import rank_mismatch
 from stretto.wire.base import DigestMismatch, Wire
 
 EAGER_AHEAD: Final = 256
-ASK_S: Final = 1.0  # how long to wait for others' answers before a verdict
 HISTORY: Final = 512
 
 log = logging.getLogger("stretto.collectives")
@@ -80,11 +81,15 @@ class Communicator:
         self.timeouts = timeouts or Timeouts()
         self.tracer = tracer  # None: not tracing
         self.ledger = ledger or Ledger()
-        self._runs: dict[Name, Run] = {}
+        self.whereabouts = Whereabouts()
+        self.runs: dict[Name, Run] = {}
+        self.queued: Callable[[], list[Pending]] = list  # started, and not begun: where a thread of ours begins them
+        self._outside: dict[Name, Outside] = {}
         self._begun: dict[Name, dict[int, str]] = {}  # who has begun what we have not
         self._progress_of: dict[tuple[int, int], int] = {}  # (channel, rank) -> last collective known to have begun there
         self._history: dict[Name, str] = {}  # ended: what it was
-        self._doomed: dict[Name, StrettoError] = {}  # failed elsewhere before it began here
+        self._forgotten: dict[int, int] = {}  # channel -> the last collective that has ended and is no longer in the history
+        self._doomed: list[Failed] = []  # failed elsewhere before it began here
         self._disputes: dict[Name, dict[int, str]] = {}
         self._knocks: dict[Name, set[int]] = {}
         self._work: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
@@ -93,26 +98,48 @@ class Communicator:
             (TOPIC_BEGUN, self._on_begun),
             (TOPIC_BELIEF, self._on_belief),
             (TOPIC_FAILED, self._on_failed),
-            (TOPIC_ASK, self._on_ask),
-            (TOPIC_STATE, self._on_state),
             (TOPIC_KNOCK, self._on_knock),
         ):
             wire.listen(topic, listener)
         wire.on_lost(self._on_lost)
+        self._inquiry = Inquiry(self)
 
     # -- beginning and ending -----------------------------------------------------------------------------------------
 
     def start(self, request: Request) -> Pending:
         """Begin a collective. Only for the thread that drives this communicator."""
-        pending = Pending(request, lambda: self.step(self.patience_s()))
-        pending.on_waited = self.waited
+        self.whereabouts.claim(request.channel)
+        pending = Pending(request, lambda: self.step(self.patience_s()), self.watch)
         self.begin(pending)
         return pending
 
     def begin(self, pending: Pending) -> None:
+        try:
+            self._begin(pending)
+        except WireError:
+            raise
+        except Exception as error:
+            self.broke(pending, error)
+
+    def broke(self, pending: Pending, error: Exception) -> None:
+        """Something unforeseen about one collective ends that one, on all ranks, and not the thread that all of them need."""
+        log.error("rank %d could not carry out %s", self.wire.rank, pending.belief, exc_info=error)
+        failure = WireError(
+            f"rank {self.wire.rank} could not carry out {pending.belief}: {type(error).__name__}: {error}.\n"
+            f"It was not foreseen, and ends this collective alone. The log of rank {self.wire.rank} has the traceback: report it."
+        )
+        failure.__cause__ = error
+        if pending.name in self.runs:
+            self.fail(self.runs[pending.name], failure)
+        elif not pending.done:
+            self._remember(pending.name, pending.belief)
+            self._tell_failed(pending.name, failure)
+            pending.finish(failure)
+
+    def _begin(self, pending: Pending) -> None:
         request = pending.request
         name = request.name
-        told = self._doomed.pop(name, None)
+        told = self._doom_of(name)
         doom = told or self._lost_before(request)
         if doom is not None:
             self._remember(name, request.belief)
@@ -121,12 +148,12 @@ class Communicator:
             pending.finish(doom)
             return
         run = Run(self, pending, self.wire.now())
-        self._runs[name] = run
+        self.runs[name] = run
         self._announce(run)
         for rank, belief in self._begun.pop(name, {}).items():
             self._heard_begun(run, rank, belief)
         for rank, belief in self._disputes.pop(name, {}).items():
-            self._heard_belief(run, rank, belief)
+            self.heard_belief(run, rank, belief)
         run.pump()
 
     def _lost_before(self, request: Request) -> StrettoError | None:
@@ -144,8 +171,8 @@ class Communicator:
         if knock is None:
             return
         name = (knock.channel, knock.sequence)
-        belief = self._runs[name].belief if name in self._runs else self._history.get(name)
-        if belief is None:
+        belief = self.belief(name)
+        if not belief:
             self._knocks.setdefault(name, set()).add(source)
         else:
             self.wire.post(source, TOPIC_BEGUN, msgspec.msgpack.encode(Begun(*name, belief)))
@@ -167,8 +194,14 @@ class Communicator:
         self.ledger.count(request.plan.kind.value, schedule.sent, schedule.received, itemsize)
         self._end(run, None)
 
-    def waited(self, pending: Pending, begin_ns: int) -> None:
-        """Somebody waited for a collective. Called in the thread that waited."""
+    def watch(self, pending: Pending, wait: Callable[[], None]) -> None:
+        """Make the calling thread wait for a collective, and note that it does."""
+        begin_ns = time.perf_counter_ns()
+        blocked = self.whereabouts.begin_wait(pending.request.channel, pending)
+        try:
+            wait()
+        finally:
+            self.whereabouts.end_wait(blocked)
         self.ledger.count_wait(time.perf_counter_ns() - begin_ns)
         if self.tracer is not None:
             plan = pending.request.plan
@@ -176,8 +209,23 @@ class Communicator:
             num_bytes = pending.request.tensor.nbytes
             self.tracer.span("wait", name, begin_ns, num_bytes=num_bytes, collective=pending.request.belief)
 
+    @contextmanager
+    def outside(self, other: Outside) -> Iterator[None]:
+        """Around a collective that is carried out elsewhere, under a number of this communicator's and in its thread."""
+        name = other.name
+        self._outside[name] = other
+        other.error = self._doom_of(name)
+        for rank, belief in (*self._begun.pop(name, {}).items(), *self._disputes.pop(name, {}).items()):
+            self._disagree_outside(other, rank, belief)
+        try:
+            yield
+        finally:
+            other.done = True
+            del self._outside[name]
+            self._remember(name, other.belief)
+
     def _end(self, run: Run, error: StrettoError | None) -> None:
-        del self._runs[run.name]
+        del self.runs[run.name]
         self._remember(run.name, run.belief)
         if error is not None:
             self.wire.cancel(*run.name)
@@ -192,6 +240,25 @@ class Communicator:
             oldest = next(iter(self._history))
             del self._history[oldest]
             self._disputes.pop(oldest, None)
+            channel, sequence = oldest
+            if not self._is_forgotten(oldest):
+                self._forgotten[channel] = sequence
+
+    def has_begun(self, name: Name) -> bool:
+        """Whether this rank has begun it, however long ago; one that waits for its data to come from a GPU counts too."""
+        known = name in self.runs or name in self._history or name in self._outside
+        return known or self._is_forgotten(name) or any(pending.name == name for pending in self.queued())
+
+    def _is_forgotten(self, name: Name) -> bool:
+        channel, sequence = name
+        last = self._forgotten.get(channel)
+        return last is not None and not is_later(sequence, last)
+
+    def belief(self, name: Name) -> str:
+        """What this rank believes that collective is; empty if it has not begun it, or has forgotten."""
+        if name in self.runs:
+            return self.runs[name].belief
+        return self._outside[name].belief if name in self._outside else self._history.get(name, "")
 
     def buffers_for(self, request: Request, schedule: Schedule) -> list[Accumulator]:
         scale = 1.0 / request.plan.size if request.op == "mean" and request.plan.size > 1 else None
@@ -217,17 +284,23 @@ class Communicator:
     def step(self, timeout_s: float) -> None:
         self.wire.progress(timeout_s)
         now = self.wire.now()
-        if now >= self._next_check and self._runs:
+        if now >= self._next_check and self.runs:
             self._next_check = now + min(0.25, self.timeouts.warn_s / 4, self.timeouts.arrive_s / 4)
-            for run in list(self._runs.values()):
-                self._check_patience(run, now)
+            for run in list(self.runs.values()):
+                if run.disputed_at is None:
+                    self._inquiry.look_at(run, now)
+                elif now - run.disputed_at > ASK_S:
+                    self._settle(run)
 
     def patience_s(self) -> float:
         """How long `step` may block without missing a deadline."""
-        return max(0.001, min(1.0, self._next_check - self.wire.now())) if self._runs else 1.0
+        return max(0.001, min(1.0, self._next_check - self.wire.now())) if self.runs else 1.0
+
+    def check_soon(self) -> None:
+        self._next_check = 0.0
 
     def pending(self) -> list[Pending]:
-        return [run.pending for run in self._runs.values()]
+        return [run.pending for run in self.runs.values()]
 
     # -- news from peers ----------------------------------------------------------------------------------------------
 
@@ -238,32 +311,31 @@ class Communicator:
         name = (begun.channel, begun.sequence)
         key = (begun.channel, source)
         self._progress_of[key] = max(begun.sequence, self._progress_of.get(key, 0))
-        if name in self._runs:
-            self._heard_begun(self._runs[name], source, begun.belief)
+        if name in self.runs:
+            self._heard_begun(self.runs[name], source, begun.belief)
         elif name not in self._history:
             self._begun.setdefault(name, {})[source] = begun.belief
         elif self._history[name] != begun.belief:
             self._disagree_afterwards(name, source, begun.belief)
-        for run in list(self._runs.values()):
+        for run in list(self.runs.values()):
             if run.eager and source in run.held:
                 self._release(run, source)
 
     def _heard_begun(self, run: Run, source: int, belief: str) -> None:
         if belief != run.belief:
-            self._heard_belief(run, source, belief)
+            self.heard_belief(run, source, belief)
             return
         run.opened.add(source)
         self._release(run, source)
 
     def _release(self, run: Run, to: int) -> None:
         if self.may_send(run, to):
-            for number in run.held.pop(to, ()):
-                run.send(number, run.schedule.tasks[number])
+            run.ready.extend(run.held.pop(to, ()))
             run.pump()
 
     # -- ranks that disagree ------------------------------------------------------------------------------------------
 
-    def _tell_everybody(self, topic: int, body: bytes) -> None:
+    def tell_everybody(self, topic: int, body: bytes) -> None:
         for rank in range(self.wire.world_size):
             if rank != self.wire.rank:
                 self.wire.post(rank, topic, body)
@@ -273,8 +345,10 @@ class Communicator:
         if news is None:
             return
         name = (news.channel, news.sequence)
-        if name in self._runs:
-            self._heard_belief(self._runs[name], source, news.belief)
+        if name in self.runs:
+            self.heard_belief(self.runs[name], source, news.belief)
+        elif name in self._outside:
+            self._disagree_outside(self._outside[name], source, news.belief)
         elif name in self._history:
             self._disagree_afterwards(name, source, news.belief)
         else:
@@ -296,16 +370,21 @@ class Communicator:
         heard[source] = belief
         self.wire.post(source, TOPIC_BELIEF, msgspec.msgpack.encode(Begun(*name, ours)))
 
-    def _heard_belief(self, run: Run, source: int, belief: str) -> None:
+    def _disagree_outside(self, other: Outside, source: int, belief: str) -> None:
+        if other.error is None and belief != other.belief:
+            other.error = rank_mismatch({self.wire.rank: other.belief, source: belief})
+            self.tell_everybody(TOPIC_BELIEF, msgspec.msgpack.encode(Begun(*other.name, other.belief)))
+
+    def heard_belief(self, run: Run, source: int, belief: str) -> None:
         run.beliefs[source] = belief
         self._dispute(run)
 
     def _dispute(self, run: Run) -> None:
         if run.disputed_at is None:
             run.disputed_at = self.wire.now()
-            self._next_check = 0.0
-            self._tell_everybody(TOPIC_BELIEF, msgspec.msgpack.encode(Begun(*run.name, run.belief)))
-        if len(run.beliefs) >= len(self._others()):
+            self.check_soon()
+            self.tell_everybody(TOPIC_BELIEF, msgspec.msgpack.encode(Begun(*run.name, run.belief)))
+        if run.beliefs.keys() >= set(self._inquiry.others()):
             self._settle(run)
 
     def _settle(self, run: Run) -> None:
@@ -320,118 +399,82 @@ class Communicator:
         if isinstance(error, DigestMismatch):
             self._dispute(run)
         elif isinstance(error, PeerLost):
-            self._fail(run, error)
+            self._fail_by_loss(run, error)
         else:
             # A wrong size or dtype where the digests agree: not a difference of opinion but a broken peer.
-            self._fail(run, error)
+            self.fail(run, error)
 
-    def _fail(self, run: Run, error: StrettoError) -> None:
+    def _fail_by_loss(self, run: Run, error: PeerLost) -> None:
+        if run.disputed_at is None:
+            self.fail(run, error)
+        else:
+            self._dispute(run)  # a peer that has heard everybody raises and leaves: it is the dispute that is to be told
+
+    def fail(self, run: Run, error: StrettoError) -> None:
+        """End it here and, by telling them, on all other ranks."""
         if run.pending.done:
             return
         self._end(run, error)
         self._tell_failed(run.name, error)
 
+    def fail_streams(self, names: list[Name], error: RankMismatch) -> None:
+        """Ranks are in these collectives of different streams and will never meet: end the streams there, on all ranks."""
+        for name in names:
+            self._end_stream(as_failed(name, error), found_here=True)
+
+    def _end_stream(self, failed: Failed, *, found_here: bool = False) -> None:
+        """End a collective, now or when it begins here, and with it all later ones of its channel that are under way on any rank:
+        the buckets of one round leave together, and whoever gets the error waits for the rest of them.
+
+        Several ranks may come to the same conclusion, and each adds what is under way there. What is heard later about something
+        that has ended here adds nothing of ours: this rank may have gone on by then."""
+        name = (failed.channel, failed.sequence)
+        if self._doom_of(name) is None:
+            if name in self._history or self._is_forgotten(name):
+                return
+            for pending in (*self.pending(), *self.queued()):
+                if pending.name[0] == failed.channel and is_later(pending.name[1], failed.last):
+                    failed, found_here = msgspec.structs.replace(failed, last=pending.name[1]), True
+            if found_here:
+                self.tell_everybody(TOPIC_FAILED, msgspec.msgpack.encode(failed))
+        self._doom(failed)
+        for other in self._outside.values():
+            if failed.includes(other.name):
+                other.error = as_error(failed)
+        for run in list(self.runs.values()):
+            if failed.includes(run.name):
+                self._end(run, as_error(failed))
+
+    def _doom(self, failed: Failed) -> None:
+        self._doomed.append(failed)
+        del self._doomed[:-HISTORY]
+
+    def _doom_of(self, name: Name) -> StrettoError | None:
+        """Why it failed elsewhere before it began here, if it has."""
+        return next((as_error(failed) for failed in self._doomed if failed.includes(name)), None)
+
     def _tell_failed(self, name: Name, error: StrettoError) -> None:
-        failed = as_failed(name, error)
-        if failed is not None:
-            self._tell_everybody(TOPIC_FAILED, msgspec.msgpack.encode(failed))
+        self.tell_everybody(TOPIC_FAILED, msgspec.msgpack.encode(as_failed(name, error)))
 
     def _on_failed(self, source: int, body: bytes) -> None:
         failed = decode(source, body, Failed)
         if failed is None:
             return
         name = (failed.channel, failed.sequence)
-        error = as_error(failed)
-        if name in self._runs:
-            self._end(self._runs[name], error)
+        if failed.kind == "mismatch":
+            self._end_stream(failed)
+        elif name in self.runs:
+            self._end(self.runs[name], as_error(failed))
+        elif name in self._outside:
+            self._outside[name].error = as_error(failed)
         elif name not in self._history:
-            self._doomed[name] = error
-            while len(self._doomed) > HISTORY:
-                del self._doomed[next(iter(self._doomed))]
+            self._doom(failed)
 
     def _on_lost(self, error: PeerLost) -> None:
-        for run in list(self._runs.values()):
+        for run in list(self.runs.values()):
             # A rank that left after doing its part takes nothing with it; one that died may have left any rank waiting.
             if not self._left_cleanly(error.rank) or error.rank in run.waiting_for():
-                self._fail(run, error)
+                self._fail_by_loss(run, error)
 
     def _left_cleanly(self, rank: int) -> bool:
         return self.wire.said_goodbye(rank)
-
-    # -- patience -----------------------------------------------------------------------------------------------------
-
-    def _check_patience(self, run: Run, now: float) -> None:
-        if run.disputed_at is not None:
-            if now - run.disputed_at > ASK_S:
-                self._settle(run)
-            return
-        silent_s = now - run.touched_at
-        if silent_s > ASK_S and not run.probed:
-            run.probed = True
-            self._probe(run)
-        if run.asked_at is not None:
-            if now - run.asked_at > ASK_S or len(run.answers) >= len(self._others()):
-                self._verdict(run, silent_s)
-        elif silent_s > self.timeouts.arrive_s or now - max(run.warned_at, run.touched_at) > self.timeouts.warn_s:
-            self._ask(run, now)
-
-    def _probe(self, run: Run) -> None:
-        """Ask those we wait for what they are doing. Ranks in different collectives may each wait for a message that the other
-        never sends, so that no digest meets another; among ranks that agree nobody waits in a circle, so somebody who waits for
-        a rank that disagrees finds out here."""
-        body = msgspec.msgpack.encode(Ask(*run.name))
-        for rank in run.waiting_for():
-            self.wire.post(rank, TOPIC_ASK, body)
-
-    def _ask(self, run: Run, now: float) -> None:
-        run.asked_at = now
-        run.answers.clear()
-        self._tell_everybody(TOPIC_ASK, msgspec.msgpack.encode(Ask(*run.name)))
-
-    def _on_ask(self, source: int, body: bytes) -> None:
-        ask = decode(source, body, Ask)
-        if ask is None:
-            return
-        name = (ask.channel, ask.sequence)
-        run = self._runs.get(name)
-        belief = run.belief if run is not None else self._history.get(name, "")
-        state = State(*name, belief != "", run.waiting_for() if run is not None else [], belief)
-        self.wire.post(source, TOPIC_STATE, msgspec.msgpack.encode(state))
-
-    def _on_state(self, source: int, body: bytes) -> None:
-        state = decode(source, body, State)
-        run = None if state is None else self._runs.get((state.channel, state.sequence))
-        if state is None or run is None:
-            return
-        if state.belief not in ("", run.belief):
-            self._heard_belief(run, source, state.belief)
-        elif run.asked_at is not None:
-            run.answers[source] = state
-
-    def _verdict(self, run: Run, silent_s: float) -> None:
-        run.asked_at = None
-        run.warned_at = self.wire.now()
-        culprits = self._culprits(run)
-        if silent_s > self.timeouts.arrive_s:
-            self._fail(run, WireTimeout(culprits[0], run.belief, silent_s))
-        else:
-            log.warning(
-                "rank %d: still waiting for %s in %s after %.0f s", self.wire.rank, ranks_text(culprits), run.belief, silent_s
-            )
-
-    def _culprits(self, run: Run) -> list[int]:
-        """Who holds it up: ranks that have not begun; else those that do not answer; else those everybody waits for."""
-        others = self._others()
-        absent = [rank for rank in others if rank in run.answers and not run.answers[rank].begun]
-        if absent:
-            return absent
-        mute = [rank for rank in others if rank not in run.answers]
-        if mute:
-            return mute
-        return run.waiting_for() or others or [self.wire.rank]
-
-    def _others(self) -> list[int]:
-        """Who can be asked: all that are neither lost nor have left."""
-        wire = self.wire
-        everybody = range(wire.world_size)
-        return [rank for rank in everybody if rank not in (wire.rank, *wire.lost) and not wire.said_goodbye(rank)]

@@ -76,11 +76,13 @@ class Accumulator:
     """One flat buffer seen as bytes (to send) and as numbers (to combine)."""
 
     def __init__(self, flat: torch.Tensor, op: str, scale: float | None) -> None:
+        as_bytes = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+        if flat.is_inference() and flat.numel():  # in our thread, torch would not write to it
+            flat = torch.from_numpy(as_bytes).view(flat.dtype)
         self.flat = flat
         self.itemsize = flat.element_size()
         self.scale = scale
         self._op = op
-        as_bytes = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
         self.raw: NDArray[np.uint8] = as_bytes
         self.view = self.raw.data
         numpy_dtype = _NUMPY_DTYPES.get(flat.dtype)

@@ -15,7 +15,7 @@ from stretto.collectives.news import Name
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
 from stretto.collectives.schedule import check_length
-from stretto.errors import StrettoError
+from stretto.errors import ConfigurationError, StrettoError
 
 DEFAULT_SEGMENT_BYTES: Final = 2 << 20
 
@@ -36,6 +36,8 @@ class Request:
     def __post_init__(self) -> None:
         """Refuse what cannot work in the caller's thread, before anything is sent."""
         plan = self.plan
+        if not self.tensor.is_cpu:
+            raise ConfigurationError(f"a tensor on {self.tensor.device} where host memory is needed. Write tensor.cpu().")
         dtype_code(self.tensor.dtype)
         if plan.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
             check_op(self.op, self.tensor.dtype)
@@ -46,6 +48,13 @@ class Request:
     @property
     def name(self) -> Name:
         return self.channel, self.sequence
+
+    @property
+    def needs_everybody(self) -> bool:
+        """Whether it ends on no rank before all ranks have begun it. Not so where some ranks only send, or nothing is sent."""
+        if self.plan.kind in (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.ALL_TO_ALL):
+            return self.tensor.numel() > 0
+        return self.plan.kind is Kind.BARRIER
 
     @property
     def num_bytes(self) -> int:
@@ -67,10 +76,31 @@ class Request:
         return f"{what}, algorithm={plan.algorithm}, world_size={plan.size}){self.label}"
 
 
+class Outside:
+    """A collective that the torch backend carries out by itself. It has its number among the others, and is known to those who
+    ask; `error` is set when it cannot come about, for whoever waits."""
+
+    needs_everybody = True
+
+    def __init__(self, name: Name, belief: str) -> None:
+        self.name = name
+        self.belief = belief
+        self.done = False
+        self.error: StrettoError | None = None
+
+
+Watch = Callable[["Pending", Callable[[], None]], None]  # makes a thread wait, and keeps an eye on it
+
+
 class Pending:
     """A collective under way, to wait for from any thread. Its deadline is its own (`Timeouts.arrive_s` without progress)."""
 
-    def __init__(self, request: Request, help_along: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        help_along: Callable[[], None] | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         self.request = request
         self.error: StrettoError | None = None
         self._finished = threading.Event()
@@ -79,7 +109,19 @@ class Pending:
         self.ready: Callable[[], bool] | None = None
         self.made_at = time.monotonic()
         self._help_along = help_along  # one turn of the loop, where no thread turns it
-        self.on_waited: Callable[[Pending, int], None] | None = None  # told when a wait that began at a time has ended
+        self._watch = watch
+
+    @property
+    def name(self) -> Name:
+        return self.request.name
+
+    @property
+    def belief(self) -> str:
+        return self.request.belief
+
+    @property
+    def needs_everybody(self) -> bool:
+        return self.request.needs_everybody
 
     @property
     def done(self) -> bool:
@@ -106,10 +148,10 @@ class Pending:
     def wait(self) -> None:
         """Return when it is done; raise what went wrong. Whoever ends the loop ends every collective in it, so this returns."""
         if not self._finished.is_set():
-            begin_ns = time.perf_counter_ns()
-            self._wait()
-            if self.on_waited is not None:
-                self.on_waited(self, begin_ns)
+            if self._watch is None:
+                self._wait()
+            else:
+                self._watch(self, self._wait)
         if self.error is not None:
             raise self.error
 

@@ -13,7 +13,7 @@ from stretto.collectives.plan import Buffer, Kind
 from stretto.collectives.reduction import dtype_code
 from stretto.collectives.request import Pending, Request
 from stretto.collectives.schedule import Action, Schedule, Task, compile_hops, compile_plan
-from stretto.errors import FrameError, MalformedPayload
+from stretto.errors import FrameError, MalformedPayload, WireError
 from stretto.wire.base import Consume, Handle, Tag
 from stretto.wire.frames import DTYPE_CODES
 
@@ -39,9 +39,9 @@ class Run:
     """One collective in progress on this rank."""
 
     __slots__ = (
-        "accumulators", "answers", "asked_at", "beliefs", "belief", "code", "communicator", "confirmed", "counts", "digest",
-        "disputed_at", "eager", "held", "malformed", "name", "opened", "pending", "probed", "pumping", "ready", "remaining",
-        "request", "schedule", "started_at", "touched_at", "warned_at",
+        "accumulators", "answers", "ask_after_s", "asked_at", "asked_since", "beliefs", "belief", "code", "communicator",
+        "confirmed", "counts", "digest", "disputed_at", "eager", "held", "name", "opened", "pending", "probed", "pumping",
+        "ready", "remaining", "request", "schedule", "started_at", "touched_at", "unusable", "warned_at",
     )  # fmt: skip
 
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
@@ -62,10 +62,12 @@ class Run:
         self.pumping = False
         self.held: dict[int, list[int]] = {}  # sends that wait for their receiver to begin
         self.opened: set[int] = set()
-        self.malformed: FrameError | None = None  # what arrived could not be decoded
+        self.unusable: Exception | None = None  # why what arrived could not be taken in
         self.accumulators = communicator.buffers_for(request, self.schedule)
         self.started_at = self.touched_at = self.warned_at = now
-        self.asked_at: float | None = None
+        self.asked_at: float | None = None  # everybody was asked then, and the verdict is out
+        self.asked_since: float | None = None  # when the silence began in which everybody was asked last
+        self.ask_after_s = 0.0  # how long it must have lasted before they are asked again
         self.probed = False
         self.answers: dict[int, State] = {}
         self.disputed_at: float | None = None
@@ -76,8 +78,13 @@ class Run:
         if self.pumping:
             return
         self.pumping = True
-        while self.ready and not self.pending.done:
-            self._start(self.ready.popleft())
+        try:
+            while self.ready and not self.pending.done:
+                self._start(self.ready.popleft())
+        except WireError:
+            raise
+        except Exception as error:
+            self.communicator.broke(self.pending, error)
         self.pumping = False
         if self.remaining == 0 and not self.pending.done and self.disputed_at is None and not self.unconfirmed():
             self.communicator.completed(self)
@@ -130,7 +137,9 @@ class Run:
             elif incoming.nbytes:
                 accumulator.copy_in(task.start, task.stop, incoming)
         except MalformedPayload as problem:  # to the wire the transfer went well: `_on_done`, which comes next, says otherwise
-            self.malformed = FrameError(task.peer, f"message {task.index} of {self.belief}: {problem}")
+            self.unusable = FrameError(task.peer, f"message {task.index} of {self.belief}: {problem}")
+        except Exception as problem:
+            self.unusable = problem
 
     def _work_locally_traced(self, task: Task) -> None:
         tracer = self.communicator.tracer
@@ -153,9 +162,12 @@ class Run:
     def _on_done(self, number: int, handle: Handle) -> None:
         if self.pending.done:
             return
-        error = handle.error or self.malformed
-        if error is not None:
+        error = handle.error or self.unusable
+        if isinstance(error, WireError):
             self.communicator.transfer_failed(self, error)
+            return
+        if error is not None:
+            self.communicator.broke(self.pending, error)
             return
         self._finished(number)
         self.pump()

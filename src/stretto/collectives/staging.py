@@ -39,7 +39,7 @@ class Staging:
         if tensor.is_contiguous() and not lazy:
             return tensor.detach().view(-1), _nothing
         copy = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        return copy, lambda: _copy_back(tensor, copy)
+        return copy, lambda: _overwrite(tensor, copy)
 
     def lend(
         self, flat: torch.Tensor, tail: torch.Tensor | None = None
@@ -80,7 +80,7 @@ class Staging:
 
     def _back_to_cuda(self, tensor: torch.Tensor, host: torch.Tensor, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
-            tensor.detach().copy_(host[: tensor.numel()].view(tensor.shape), non_blocking=True)
+            _overwrite(tensor, host[: tensor.numel()], non_blocking=True)
             tensor.record_stream(stream)
             finished = stream.record_event()
         torch.cuda.current_stream(tensor.device).wait_event(finished)
@@ -95,7 +95,8 @@ class Staging:
             host, finished = kept.pop(0)
             finished.synchronize()
             return host
-        return torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+        with torch.inference_mode(False):  # it is kept for others
+            return torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True, device="cpu")
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
@@ -103,6 +104,6 @@ class Staging:
         return self._streams[device]
 
 
-def _copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+def _overwrite(tensor: torch.Tensor, flat: torch.Tensor, *, non_blocking: bool = False) -> None:
     with torch.no_grad():
-        tensor.copy_(flat.view(tensor.shape))
+        tensor.detach().copy_(flat.view(tensor.shape), non_blocking=non_blocking)

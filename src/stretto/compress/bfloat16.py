@@ -144,7 +144,7 @@ class _BFloat16OfSeveral(BFloat16):
     @property
     def limit_bits(self) -> int:
         """Of 2^127 / P, rounded down to 8 significant bits."""
-        limit = torch.tensor(2.0**127 / self.world_size)
+        limit = torch.tensor(2.0**127 / self.world_size, dtype=torch.float32, device="cpu")
         return int(limit.view(torch.int32)) & 0x7FFF0000
 
 

@@ -114,5 +114,5 @@ def _positions(blocks: Blocks, bits: int, device: torch.device) -> Tensor:
     bounds, numbers = blocks.on(device)[0], blocks.numbers(device)
     widths = (bounds.diff() * bits + 7) // 8
     starts = 8 * (widths.cumsum(0) - widths)
-    index = torch.arange(blocks.num_elements, device=device) - bounds[numbers]
+    index = torch.arange(blocks.num_elements, device=device, dtype=torch.int64) - bounds[numbers]
     return starts[numbers] + index * bits

@@ -21,8 +21,8 @@ from torch import Tensor
 
 def cosine_matrix(length: int, device: torch.device) -> Tensor:
     """The orthonormal DCT-II of that length, float32: row k is the k-th frequency. Made in float64 and rounded once."""
-    frequency = torch.arange(length, dtype=torch.float64).unsqueeze(1)
-    time = torch.arange(length, dtype=torch.float64)
+    frequency = torch.arange(length, dtype=torch.float64, device="cpu").unsqueeze(1)
+    time = torch.arange(length, dtype=torch.float64, device="cpu")
     waves = torch.cos(math.pi * (2 * time + 1) * frequency / (2 * length)) * math.sqrt(2 / length)
     waves[0] = math.sqrt(1 / length)
     return waves.float().to(device)

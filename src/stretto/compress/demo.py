@@ -94,7 +94,7 @@ class DeMo(Compression):
         return turn.kept[self]  # type: ignore[no-any-return]
 
     def _mean(self, rows: Tensor, frequencies: Frequencies) -> Tensor:
-        total = torch.zeros(frequencies.num_elements, device=rows.device)
+        total = torch.zeros(frequencies.num_elements, device=rows.device, dtype=torch.float32)
         senders = torch.zeros_like(total)
         for rank, row in enumerate(rows):
             try:
@@ -130,10 +130,14 @@ class Frequencies:
         self._k = k
         self.num_elements = layout.num_elements
         self._num_chunks = sum(cosine.num_chunks for _, cosine in self._tensors)
-        starts = [torch.arange(place.start, place.stop, cosine.size) for place, cosine in self._tensors]
-        sizes = [torch.full((cosine.num_chunks,), cosine.size) for _, cosine in self._tensors]
-        start, size = (torch.cat([torch.arange(0), *vectors]) for vectors in (starts, sizes))
-        self._chunk = torch.repeat_interleave(torch.arange(self._num_chunks), size.clamp(max=k)).to(device)
+        starts = [
+            torch.arange(place.start, place.stop, cosine.size, dtype=torch.int64, device="cpu") for place, cosine in self._tensors
+        ]
+        sizes = [torch.full((cosine.num_chunks,), cosine.size, dtype=torch.int64, device="cpu") for _, cosine in self._tensors]
+        start, size = (torch.cat([torch.arange(0, dtype=torch.int64, device="cpu"), *vectors]) for vectors in (starts, sizes))
+        self._chunk = torch.repeat_interleave(
+            torch.arange(self._num_chunks, dtype=torch.int64, device="cpu"), size.clamp(max=k)
+        ).to(device)
         self._start, self._size = start.to(device)[self._chunk], size.to(device)[self._chunk]
 
     @property
@@ -154,7 +158,7 @@ class Frequencies:
 
     def strongest(self, spectrum: Tensor) -> Tensor:
         """Where the coefficients to send lie, ascending."""
-        chosen = [torch.arange(0, device=spectrum.device)]
+        chosen = [torch.arange(0, device=spectrum.device, dtype=torch.int64)]
         chosen += [largest(_rows(spectrum, place, cosine), self._k).view(-1) for place, cosine in self._tensors]
         return torch.cat(chosen) + self._start
 
@@ -191,7 +195,7 @@ def largest(rows: Tensor, k: int) -> Tensor:
 
     Magnitude and position make one number, so there are no ties for `topk` to break, which it does differently by device.
     """
-    backwards = torch.arange(rows.shape[1] - 1, -1, -1, device=rows.device)
+    backwards = torch.arange(rows.shape[1] - 1, -1, -1, device=rows.device, dtype=torch.int64)
     keys = (rows.abs().view(torch.int32).long() << 16) | backwards  # bits of non-negative floats are ordered as they are
     chosen = keys.topk(min(k, rows.shape[1]), dim=1, sorted=False).values & 0xFFFF
     return (rows.shape[1] - 1 - chosen).sort(dim=1).values

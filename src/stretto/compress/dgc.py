@@ -108,7 +108,7 @@ class DGC(Compression):
         clip_each(values, turn, self.clip)
         memory = accumulate(values, turn.state.own, self.momentum, self.nesterov)
         payload = take_largest(memory, blocks, most, turn.draw, self.masking)
-        told = yield Gather(torch.tensor([len(payload)]))
+        told = yield Gather(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))
         lengths = _checked(told.flatten().tolist(), max_bytes(blocks, most))
         rows = yield Gather(torch.nn.functional.pad(payload, (0, max(lengths) - len(payload))))
         values.zero_()
@@ -132,7 +132,7 @@ def accumulate(g: Tensor, own: Section, momentum: float, nesterov: bool) -> Memo
         from stretto.compress.kernels import dgc_cpu
 
         kernel = dgc_cpu.accumulate_nesterov if nesterov else dgc_cpu.accumulate
-        kernel(*(x.numpy() for x in (g, *before, torch.tensor([momentum]), *after)))
+        kernel(*(x.numpy() for x in (g, *before, torch.tensor([momentum], dtype=torch.float32, device="cpu"), *after)))
     else:
         accumulate_reference(g, before, momentum, nesterov, after)
     return after

@@ -65,6 +65,6 @@ class Draw:
         device = device or torch.device("cpu")
         bounds, keys = blocks.on(device)
         numbers = blocks.numbers(device)
-        index = torch.arange(blocks.num_elements, device=device) - bounds[numbers]
+        index = torch.arange(blocks.num_elements, device=device, dtype=torch.int64) - bounds[numbers]
         bits = mix_tensor(mix_tensor(keys ^ key)[numbers] + index * GOLDEN)
         return (bits >> 8).float() * 2.0**-24

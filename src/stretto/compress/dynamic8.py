@@ -161,13 +161,13 @@ def cells() -> Cells:
     assert len(set(owners.tolist())) == len(owners), "two halfway numbers in one cell"
     first, last = int(owners[0]) - 1, ONE >> SHIFT
     entries = torch.searchsorted(owners, torch.arange(first, last + 1, dtype=torch.int32, device="cpu")) << (SHIFT + 1) | NEVER
-    entries[owners - first] = torch.arange(len(owners), device="cpu") << (SHIFT + 1) | (middles & LOWER)
+    entries[owners - first] = torch.arange(len(owners), device="cpu", dtype=torch.int64) << (SHIFT + 1) | (middles & LOWER)
     return Cells(entries.to(torch.int32), first, last)
 
 
 def encode_in_torch(values: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     numbers = blocks.numbers(values.device)
-    scales = torch.zeros(len(blocks), device=values.device).scatter_reduce_(0, numbers, values.abs(), "amax")
+    scales = torch.zeros(len(blocks), device=values.device, dtype=torch.float32).scatter_reduce_(0, numbers, values.abs(), "amax")
     # Divided, not multiplied by a reciprocal: of a scale below 2^-128 that is infinite.
     quotients = values / torch.where(scales > 0, scales, 1.0)[numbers]
     codes = torch.searchsorted(torch.tensor(halfway(), dtype=torch.float32, device=values.device), quotients)

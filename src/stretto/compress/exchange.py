@@ -98,7 +98,7 @@ def _gathered(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | Non
     payload = _encode(codec, values if feedback is None else feedback.residual, blocks, turn.draw, feedback)
     lengths, table = [len(payload)] * turn.world_size, None
     if codec.num_bytes(blocks) is None:  # other lengths in every round: not worth keeping
-        told = yield Gather(torch.tensor([len(payload)]))
+        told = yield Gather(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))
         lengths = _checked(told.flatten().tolist(), codec, blocks)
         payload = functional.pad(payload, (0, max(lengths) - len(payload)))
     else:

@@ -97,7 +97,7 @@ class Float16(Codec):
         from stretto.compress.kernels import float16_cpu as kernels
 
         halves = blocks.memory.empty(len(values), torch.int16, values.device)
-        limit_bits = int(torch.tensor(self.limit).view(torch.int32))
+        limit_bits = int(torch.tensor(self.limit, dtype=torch.float32, device="cpu").view(torch.int32))
         encode = kernels.encode_residual if residual else kernels.encode
         encode(values.numpy().view("u4"), limit_bits, halves.numpy().view("u2"))
         return halves.view(torch.uint8)

@@ -165,7 +165,9 @@ class Int8(Codec):
 def encode_in_torch(values: Tensor, blocks: Blocks, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
     """Scales and codes (int8) of finite values. `uniform`: for each value a number in [0, 1) to round with at random, or None."""
     numbers = blocks.numbers(values.device)
-    largest = torch.zeros(len(blocks), device=values.device).scatter_reduce_(0, numbers, values.abs(), "amax")
+    largest = torch.zeros(len(blocks), device=values.device, dtype=torch.float32).scatter_reduce_(
+        0, numbers, values.abs(), "amax"
+    )
     scales = scales_of(largest)
     return scales, codes_of(values, scales[numbers], uniform)
 

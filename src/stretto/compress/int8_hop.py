@@ -81,7 +81,7 @@ class Int8Hop:
 
 def encode_in_torch(values: Floats, unit: int) -> Tensor:
     """One row for each unit, the last filled up with zeros, which are cut off again."""
-    rows = torch.zeros(-(-len(values) // unit), unit)
+    rows = torch.zeros(-(-len(values) // unit), unit, dtype=torch.float32, device="cpu")
     rows.view(-1)[: len(values)] = torch.from_numpy(values)
     rows.nan_to_num_(torch.finfo(torch.float32).max)
     scales = scales_of(rows.abs().amax(1))
@@ -91,7 +91,7 @@ def encode_in_torch(values: Floats, unit: int) -> Tensor:
 
 
 def decode_in_torch(payload: Bytes, count: int, unit: int) -> Tensor:
-    rows = torch.zeros(-(-count // unit), 4 + unit, dtype=torch.uint8)
+    rows = torch.zeros(-(-count // unit), 4 + unit, dtype=torch.uint8, device="cpu")
     rows.view(-1)[: len(payload)] = torch.from_numpy(payload.copy())  # torch does not take memory that is read-only
     scales, codes = rows[:, :4].flatten().view(torch.float32).unsqueeze(1), rows[:, 4:].contiguous()
     check(scales, codes, scales.expand(codes.shape))

@@ -85,7 +85,7 @@ class Layout:
                 keys.append((name + number * 0x9E3779B1) & 0xFFFFFFFF)
         if keys:
             bounds.append(self.num_elements)
-        return Blocks(torch.tensor(bounds), torch.tensor(keys, dtype=torch.int64))
+        return Blocks(torch.tensor(bounds, dtype=torch.int64, device="cpu"), torch.tensor(keys, dtype=torch.int64, device="cpu"))
 
     def whole(self) -> Blocks:
         """One block per tensor (none for a tensor without elements)."""
@@ -125,7 +125,9 @@ class Blocks:
         if device.type == "cpu":  # torch's own starts a team of threads, also for a handful of elements
             return torch.from_numpy(np.repeat(np.arange(len(self)), self.lengths.numpy()))
         lengths = self.on(device)[0].diff()
-        return torch.repeat_interleave(torch.arange(len(self), device=device), lengths, output_size=self.num_elements)
+        return torch.repeat_interleave(
+            torch.arange(len(self), device=device, dtype=torch.int64), lengths, output_size=self.num_elements
+        )
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Bounds and keys in that device's memory; copied once."""
@@ -142,7 +144,7 @@ class Blocks:
 
     def split(self, parts: int) -> list[tuple[int, int]]:
         """Share the blocks out, in order, as evenly in elements as whole blocks allow: (first, last + 1) for each part."""
-        targets = torch.arange(1, parts) * (self.num_elements / parts)
+        targets = torch.arange(1, parts, dtype=torch.float32, device="cpu") * (self.num_elements / parts)
         cuts = torch.searchsorted(self.bounds.double(), targets.double()).clamp(max=len(self)).tolist()
         edges = [0, *cuts, len(self)]
         return list(zip(edges[:-1], edges[1:], strict=True))

@@ -70,13 +70,15 @@ class Matrices:
     def first(self, device: torch.device) -> Tensor:
         """Every first Q^T, one after the other; drawn when it is first asked for."""
         if self._first is None:
-            self._first = torch.cat([torch.empty(0), *(first_q(m).view(-1) for m in self.each)]).to(device)
+            self._first = torch.cat(
+                [torch.empty(0, dtype=torch.float32, device="cpu"), *(first_q(m).view(-1) for m in self.each)]
+            ).to(device)
         return self._first
 
     def lengths(self, device: torch.device) -> Tensor:
         """b, for every vector of every Q^T."""
         if self._lengths is None:
-            self._lengths = torch.tensor([m.b for m in self.each for _ in range(m.r)], dtype=torch.int64).to(device)
+            self._lengths = torch.tensor([m.b for m in self.each for _ in range(m.r)], dtype=torch.int64, device="cpu").to(device)
         return self._lengths
 
     def factors(self, left: Tensor, right: Tensor) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
@@ -85,7 +87,7 @@ class Matrices:
 
     def table(self) -> Any:
         """Shapes as a kernel takes them."""
-        return torch.tensor([(m.r, m.a, m.b) for m in self.each], dtype=torch.int64).view(-1, 3).numpy()
+        return torch.tensor([(m.r, m.a, m.b) for m in self.each], dtype=torch.int64, device="cpu").view(-1, 3).numpy()
 
 
 def _batches(each: Sequence[Matrix]) -> list[Batch]:

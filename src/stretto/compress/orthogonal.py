@@ -49,15 +49,17 @@ def orthonormalise(flat: Tensor, shapes: Shapes) -> Tensor:
 def _by_kernel(flat: Tensor, shapes: Shapes) -> Tensor:
     from stretto.compress.kernels import low_rank_cpu
 
-    lost = torch.zeros(sum(r for r, _ in shapes), dtype=torch.bool)
-    low_rank_cpu.orthonormalise(flat.numpy(), torch.tensor(shapes, dtype=torch.int64).view(-1, 2).numpy(), lost.numpy())
+    lost = torch.zeros(sum(r for r, _ in shapes), dtype=torch.bool, device="cpu")
+    low_rank_cpu.orthonormalise(
+        flat.numpy(), torch.tensor(shapes, dtype=torch.int64, device="cpu").view(-1, 2).numpy(), lost.numpy()
+    )
     return lost
 
 
 def orthonormalise_reference(flat: Tensor, shapes: Shapes) -> Tensor:
     """In plain torch; tensors with equally many vectors of about the same length together."""
     views = list(cut(flat, shapes))
-    lost = [torch.empty(0)] * len(views)
+    lost = [torch.empty(0, dtype=torch.float32, device="cpu")] * len(views)
     for members in _alike(shapes):
         r, longest = shapes[members[0]][0], max(shapes[one][1] for one in members)
         x = torch.zeros((len(members), r, power_of_two(longest)), dtype=torch.float64, device=flat.device)

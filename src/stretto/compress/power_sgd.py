@@ -76,7 +76,7 @@ class PowerSGD(Compression):
     def exchange(self, values: Tensor, turn: Turn) -> Steps:
         matrices = self._matrices_of(turn)
         right = _remembered(matrices, turn)
-        left = torch.empty(sum(r * a for r, a in matrices.lefts), device=values.device)
+        left = torch.empty(sum(r * a for r, a in matrices.lefts), device=values.device, dtype=torch.float32)
         times_right(values, right, matrices, left)
         left = yield Sum(left)
         orthonormalise(left, matrices.lefts)
@@ -114,7 +114,7 @@ def _remembered(matrices: Matrices, turn: Turn) -> Tensor:
     if not all(map(_is_usable, parts, matrices.rights)):
         first = cut(matrices.first(device), matrices.rights)
         parts = [q if _is_usable(q, (m.r, m.b)) else new for q, m, new in zip(parts, matrices.each, first, strict=True)]
-    return torch.cat([torch.empty(0, device=device), *(q.reshape(-1) for q in parts if q is not None)])
+    return torch.cat([torch.empty(0, device=device, dtype=torch.float32), *(q.reshape(-1) for q in parts if q is not None)])
 
 
 def _is_usable(q: Tensor | None, shape: tuple[int, int]) -> bool:

@@ -170,6 +170,6 @@ def _parts_of_norm(bits: int) -> Tensor:
     Computed on the CPU, whatever the device: CUDA divides by a number by multiplying with its inverse, which rounds otherwise,
     and workers would no longer have the same bits.
     """
-    fields = torch.arange(2**bits)
+    fields = torch.arange(2**bits, dtype=torch.int64, device="cpu")
     sizes = (fields >> 1).float() / (2 ** (bits - 1) - 1)
     return torch.where((fields & 1) == 1, -sizes, sizes)

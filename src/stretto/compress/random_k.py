@@ -123,7 +123,7 @@ def places(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> 
     from stretto.compress.kernels import sparse_cpu
 
     rows, columns = grid(blocks.lengths)
-    out = torch.empty(int(counts.sum()), dtype=torch.int64)
+    out = torch.empty(int(counts.sum()), dtype=torch.int64, device="cpu")
     bases = mix_tensor(blocks.keys ^ draw.shared).to(torch.int32)
     sparse_cpu.draw(
         blocks.bounds.numpy(), counts.numpy(), rows.numpy(), columns.numpy(), sparse_format.bits_of(bases), out.numpy()
@@ -139,13 +139,13 @@ def grid(lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 def places_reference(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> Tensor:
     (bounds, block_keys), first = blocks.on(device), (counts.cumsum(0) - counts).to(device)
-    blocks_of = torch.arange(len(blocks), device=device)
+    blocks_of = torch.arange(len(blocks), device=device, dtype=torch.int64)
     numbers = torch.repeat_interleave(blocks_of, counts.to(device), output_size=int(counts.sum()))
-    steps = GOLDEN * torch.arange(1, ROUNDS + 2, device=device)
+    steps = GOLDEN * torch.arange(1, ROUNDS + 2, device=device, dtype=torch.int64)
     keys = mix_tensor(mix_tensor(block_keys ^ draw.shared)[:, None] + steps)[numbers]
     lengths, starts = bounds.diff()[numbers], bounds[numbers]
     rows, columns = grid(lengths)
-    at = permuted(torch.arange(len(numbers), device=device) - first[numbers], rows, columns, keys)
+    at = permuted(torch.arange(len(numbers), device=device, dtype=torch.int64) - first[numbers], rows, columns, keys)
     while bool((outside := at >= lengths).any()):
         at[outside] = permuted(at[outside], rows[outside], columns[outside], keys[outside])
     at += ((keys[:, ROUNDS] >> 1) * lengths) >> 31

@@ -34,7 +34,7 @@ def encode_sparse(positions: Tensor, values: Tensor, blocks: Blocks) -> Tensor:
     total = int(last[-1]) + 1 if len(last) else 0
     runs = torch.full((total,), LONGEST, dtype=torch.int64, device=values.device)
     runs[last] = zeros % (LONGEST + 1)
-    spread = torch.zeros(total, device=values.device)
+    spread = torch.zeros(total, device=values.device, dtype=torch.float32)
     spread[last] = values
     counts = torch.zeros(len(blocks), dtype=torch.int64, device=values.device).index_add_(0, number, pairs)
     return torch.cat([_bytes(counts.to(torch.uint32)), _bytes(spread), _bytes(runs.to(torch.uint16))])
@@ -46,7 +46,7 @@ def decode_sparse(payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     filler = values.view(torch.int32) == 0
     _check_values(values, runs, filler)
     bounds, _ = blocks.on(payload.device)
-    stops, index = counts.cumsum(0), torch.arange(len(values), device=payload.device)
+    stops, index = counts.cumsum(0), torch.arange(len(values), device=payload.device, dtype=torch.int64)
     number = torch.searchsorted(stops, index, right=True)
     if (filler & (index + 1 == stops[number])).any():
         raise MalformedPayload("a block ends in a filler")

@@ -65,7 +65,7 @@ def at_least(values: Tensor, threshold: Tensor) -> Tensor:
     if values.device.type == "cpu" and has_numba():
         from stretto.compress.kernels import dgc_cpu
 
-        found = torch.empty(count_at_least(values, threshold) + 1, dtype=torch.int64)
+        found = torch.empty(count_at_least(values, threshold) + 1, dtype=torch.int64, device="cpu")
         dgc_cpu.find_at_least(values.numpy(), threshold.numpy(), found.numpy())
         return found[:-1]
     return at_least_reference(values, threshold)

@@ -75,7 +75,7 @@ class Form:
     @classmethod
     def listed(cls, blocks: Blocks, counts: Tensor) -> Form:
         num_chosen = int(counts.sum())
-        none = torch.zeros(len(blocks), dtype=torch.bool)
+        none = torch.zeros(len(blocks), dtype=torch.bool, device="cpu")
         return cls(blocks, counts, none, (4 * len(blocks), 4 * num_chosen, 4 * num_chosen, 0))
 
     @property
@@ -94,7 +94,7 @@ def bitmap_bytes(lengths: Tensor) -> Tensor:
 def counts_of(fraction: float, blocks: Blocks) -> Tensor:
     """max(1, ceil(fraction * n)) for each block, of the fraction as it is written: 7 of 100 for 0.07, where floats say 8."""
     over, under = Fraction(str(fraction)).as_integer_ratio()
-    return torch.tensor([max(1, -(-n * over // under)) for n in blocks.lengths.tolist()], dtype=torch.int64)
+    return torch.tensor([max(1, -(-n * over // under)) for n in blocks.lengths.tolist()], dtype=torch.int64, device="cpu")
 
 
 def checked_fraction(owner: str, fraction: Any) -> float:
@@ -139,7 +139,7 @@ def erase(places: Tensor, values: Tensor) -> None:
 
 def spread(chosen: Chosen, num_elements: int) -> Tensor:
     """The vector that has these elements, and zeros elsewhere."""
-    out = torch.zeros(num_elements, device=chosen.values.device)
+    out = torch.zeros(num_elements, device=chosen.values.device, dtype=torch.float32)
     out[chosen.places] = chosen.values
     return out
 
@@ -192,15 +192,15 @@ def read_reference(payload: Tensor, form: Form) -> Chosen:
 
 def _numbers(form: Form, device: torch.device) -> Tensor:
     """For each chosen element the number of its block."""
-    return torch.repeat_interleave(torch.arange(len(form.blocks)), form.counts).to(device)
+    return torch.repeat_interleave(torch.arange(len(form.blocks), dtype=torch.int64, device="cpu"), form.counts).to(device)
 
 
 def _bits_of_bitmaps(form: Form, device: torch.device) -> tuple[Tensor, Tensor]:
     """For each bit of the bitmaps, padding included: the number of its block, and its index in the block."""
     widths = 8 * bitmap_bytes(form.blocks.lengths) * form.bitmapped
-    numbers = torch.repeat_interleave(torch.arange(len(form.blocks)), widths)
+    numbers = torch.repeat_interleave(torch.arange(len(form.blocks), dtype=torch.int64, device="cpu"), widths)
     starts = widths.cumsum(0) - widths
-    return numbers.to(device), (torch.arange(len(numbers)) - starts[numbers]).to(device)
+    return numbers.to(device), (torch.arange(len(numbers), dtype=torch.int64, device="cpu") - starts[numbers]).to(device)
 
 
 def _bitmaps(places: Tensor, numbers: Tensor, form: Form, device: torch.device) -> Tensor:
@@ -210,7 +210,7 @@ def _bitmaps(places: Tensor, numbers: Tensor, form: Form, device: torch.device) 
     chosen[places] = 1
     inside = index < bounds.diff()[owners]
     bits = chosen[torch.where(inside, bounds[owners] + index, form.blocks.num_elements)]
-    weights = (1 << torch.arange(8, device=device)).to(torch.uint8)
+    weights = (1 << torch.arange(8, device=device, dtype=torch.int64)).to(torch.uint8)
     return (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
 
@@ -238,7 +238,7 @@ def _kernels() -> ModuleType:
 
 
 def _write_fast(chosen: Chosen, form: Form) -> Tensor:
-    payload = torch.empty(form.num_bytes, dtype=torch.uint8)
+    payload = torch.empty(form.num_bytes, dtype=torch.uint8, device="cpu")
     words, bitmaps = bits_of(words_of(payload)), payload[sum(form.sections[:3]) :]
     _kernels().write(chosen.places.numpy(), bits_of(chosen.values), *_described(form), words, bitmaps.numpy())
     return payload
@@ -246,7 +246,7 @@ def _write_fast(chosen: Chosen, form: Form) -> Tensor:
 
 def _read_fast(payload: Tensor, form: Form) -> Chosen:
     words, bitmaps = words_of(payload), payload[sum(form.sections[:3]) :].contiguous()
-    places = torch.empty(form.num_chosen, dtype=torch.int64)
+    places = torch.empty(form.num_chosen, dtype=torch.int64, device="cpu")
     problem = _kernels().read(bits_of(words), bitmaps.numpy(), *_described(form), places.numpy())
     if problem:
         raise MalformedPayload(PROBLEMS[problem - 1])

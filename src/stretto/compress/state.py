@@ -40,7 +40,7 @@ class Section:
         """The vector of that kind, float32, zeros at first. Not to be written to. `start`, `stop`: if a part of it is kept."""
         if kind not in self._flat:
             length = self._layout.num_elements if stop is None else stop - start
-            self._flat[kind] = torch.zeros(length, device=self._device)
+            self._flat[kind] = torch.zeros(length, device=self._device, dtype=torch.float32)
             self._starts[kind] = start
         vector = self._flat[kind]
         assert stop is None or (self._starts[kind], len(vector)) == (start, stop - start), "another part than the one kept here"
@@ -95,7 +95,7 @@ class Section:
 
     def _cut_out(self, kind: str, place: Place) -> Tensor:
         vector, start = self._flat[kind], self._starts[kind]
-        out = torch.zeros(place.size, device=self._device)
+        out = torch.zeros(place.size, device=self._device, dtype=torch.float32)
         first, last = max(place.start, start), min(place.stop, start + len(vector))
         if first < last:
             out[first - place.start : last - place.start] = vector[first - start : last - start]

@@ -78,10 +78,10 @@ def at_least(values: Tensor, floor: int, blocks: Blocks) -> tuple[Chosen, Form]:
     from stretto.compress.kernels import top_k_cpu
 
     bits, least = sparse_format.bits_of(values), np.uint32(floor)
-    counts = torch.empty(len(blocks), dtype=torch.int64)
+    counts = torch.empty(len(blocks), dtype=torch.int64, device="cpu")
     top_k_cpu.count_at_least(bits, blocks.bounds.numpy(), least, counts.numpy())
     room = int(counts.sum()) + top_k_cpu.GROUP
-    places, found = torch.empty(room, dtype=torch.int64), torch.empty(room)
+    places, found = torch.empty(room, dtype=torch.int64, device="cpu"), torch.empty(room, dtype=torch.float32, device="cpu")
     count = top_k_cpu.list_at_least(bits, least, places.numpy(), sparse_format.bits_of(found))
     return Chosen(places[:count], found[:count]), Form.listed(blocks, counts)
 
@@ -103,7 +103,7 @@ def _announced(payload: Tensor, blocks: Blocks) -> Form:
 
 
 def _bits(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+    return int(torch.tensor(value, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
 def _checked(value: Any) -> float:

@@ -72,7 +72,7 @@ class TopK(Codec):
 
     def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
         if runs_triton(payload):
-            return self._add_on_gpu(payload, blocks, torch.zeros(blocks.num_elements, device=payload.device))
+            return self._add_on_gpu(payload, blocks, torch.zeros(blocks.num_elements, device=payload.device, dtype=torch.float32))
         return sparse_format.spread(sparse_format.read(payload, self.form(blocks)), blocks.num_elements)
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
@@ -94,7 +94,10 @@ def largest(values: Tensor, form: Form) -> Chosen:
         return largest_reference(values, form)
     from stretto.compress.kernels import top_k_cpu
 
-    chosen = Chosen(torch.empty(form.num_chosen, dtype=torch.int64), torch.empty(form.num_chosen))
+    chosen = Chosen(
+        torch.empty(form.num_chosen, dtype=torch.int64, device="cpu"),
+        torch.empty(form.num_chosen, dtype=torch.float32, device="cpu"),
+    )
     places, words = chosen.places.numpy(), sparse_format.bits_of(chosen.values)
     top_k_cpu.choose_largest(sparse_format.bits_of(values), form.blocks.bounds.numpy(), form.counts.numpy(), places, words)
     return chosen

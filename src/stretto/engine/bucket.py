@@ -168,9 +168,9 @@ class Bucket:
     def write(self, notes: Notes, used: Sequence[bool]) -> None:
         """Of the closing bucket: what this worker has to say."""
         self.notes.fill_(1.0)
-        self.notes[:NUM_NOTES].copy_(torch.tensor(notes))
+        self.notes[:NUM_NOTES].copy_(torch.tensor(notes, dtype=self.notes.dtype, device="cpu"))
         if not all(used):
-            self.notes[NUM_NOTES:].copy_(torch.tensor(used))
+            self.notes[NUM_NOTES:].copy_(torch.tensor(used, dtype=self.notes.dtype, device="cpu"))
 
     def read(self) -> tuple[Notes, list[float]]:
         """Of the closing bucket: what all workers have said, and for each parameter which share of them has a gradient."""

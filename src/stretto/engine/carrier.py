@@ -58,7 +58,7 @@ class Carrier:
 
     def _sum(self, tensor: Tensor, name: tuple[int, int], label: str) -> Carried:
         if self._algorithm == "native":
-            return self._job.all_reduce(tensor, "sum", "native")
+            return self._job.all_reduce(tensor, "sum", "native", label=label)
         algorithm = self._algorithm
         if algorithm == "auto" and self._job.world_size > 1:
             algorithm = self._job.choose(tensor.nbytes)

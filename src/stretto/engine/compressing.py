@@ -40,6 +40,7 @@ class Compressing:
 
     def __init__(self, job: Job, channel: int, strategy: Strategy, scaler: Any) -> None:
         self._job = job
+        self._channel = channel
         self._algorithm = strategy.aggregate.algorithm
         self._scaler = scaler
         self._lane = Lane()
@@ -54,11 +55,21 @@ class Compressing:
             draw = Draw.of_round(state.rounds, self._job.rank)
             world_size = self._job.world_size
             bucket.turn = Turn(bucket.layout, state, draw, self._job.rank, world_size, self._algorithm, bucket.kept, weight)
-        bucket.errand = self._lane.submit(self._course(bucket, sequence, label), bucket.flat.device)
+        self._submit(bucket, self._course(bucket, sequence, label))
 
     def start_closing(self, bucket: Bucket, *, sequence: int, label: str) -> None:
         """The notes, when the thread has seen all buckets' values and knows whether they are finite."""
-        bucket.errand = self._lane.submit(self._closing_course(bucket, sequence, label), bucket.flat.device)
+        self._submit(bucket, self._closing_course(bucket, sequence, label))
+
+    def _submit(self, bucket: Bucket, course: Course) -> None:
+        self._job.whereabouts.carrying(self._channel, 1)
+        bucket.errand = self._lane.submit(self._carried(course), bucket.flat.device)
+
+    def _carried(self, course: Course) -> Course:
+        try:
+            yield from course
+        finally:
+            self._job.whereabouts.carrying(self._channel, -1)
 
     def look_at(self, sparse: Iterable[Tensor]) -> None:
         """Gradients that are not compressed, but that decide as well whether this round is good. Before `start_closing`."""
@@ -89,12 +100,13 @@ class Compressing:
     def receive(self, buckets: Sequence[Bucket]) -> None:
         """Wait for every bucket, also when one fails: the memory of the others is not free before. Then raise the first error."""
         begin_ns, first = time.perf_counter_ns(), None
-        for bucket in buckets:
-            try:
-                if bucket.errand is not None:
-                    bucket.errand.wait()
-            except Exception as error:  # also a raw one, of a user's codec
-                first = first or error
+        with self._job.whereabouts.waiting(self._channel):
+            for bucket in buckets:
+                try:
+                    if bucket.errand is not None:
+                        bucket.errand.wait()
+                except Exception as error:  # also a raw one, of a user's codec
+                    first = first or error
         self._job.ledger.count_wait(time.perf_counter_ns() - begin_ns)
         if first is not None:
             raise first

@@ -253,6 +253,7 @@ class Engine:
             return
         if not (module.training or torch.is_grad_enabled()):
             return
+        self.job.whereabouts.claim(self.channel)  # on a GPU, backward waits in a thread of autograd's
         refuse_wrapper_around(module)
         self.flush()
         if self._notice_changes() is None:
@@ -397,13 +398,13 @@ class Engine:
 
     def _reduce(self, bucket: Bucket) -> None:
         """Begin the bucket's all-reduce; from a GPU, once its copy has arrived in host memory."""
+        label = self._label + (self._loop_label() if bucket is self.closing else "")
         if self._native:
-            self.job.all_reduce(bucket.flat, "mean", "native")
+            self.job.all_reduce(bucket.flat, "mean", "native", label=label)
             return
         flat, ready, bucket.bring_back = self._staging.lend(bucket.on_wire, bucket.notes if bucket is self.closing else None)
         name = (self.channel, self._first_number(bucket) & 0xFFFFFFFF)
         algorithm = self._algorithm(bucket.num_bytes)
-        label = self._label + (self._loop_label() if bucket is self.closing else "")
         bucket.pending = self.job.start(Kind.ALL_REDUCE, flat, algorithm, op="mean", name=name, ready=ready, label=label)
 
     def _loop_label(self) -> str:
@@ -538,7 +539,7 @@ class Engine:
 
     def _add_late(self, used: list[bool]) -> None:
         """One more exchange, of the gradients that came after their bucket had left."""
-        flags = torch.zeros(len(self.dense))
+        flags = torch.zeros(len(self.dense), dtype=torch.float32, device="cpu")
         flags[list(self._late)] = 1.0
         self.job.all_reduce(flags, op="max", algorithm="ring")
         for number in flags.nonzero().flatten().tolist():

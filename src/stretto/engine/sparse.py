@@ -38,7 +38,7 @@ def _exchange(job: Job, parameter: Tensor, gradient: Tensor | None, weight: floa
     else:
         gradient = gradient.coalesce()
         num_rows = gradient.indices().shape[1] if weight else 0  # not 0 x NaN, where a worker without data has nothing to say
-    lengths = job.all_gather(torch.tensor([num_rows, int(gradient is not None), int(is_dense)]))
+    lengths = job.all_gather(torch.tensor([num_rows, int(gradient is not None), int(is_dense)], dtype=torch.int64, device="cpu"))
     if not int(lengths[:, 1].sum()):
         return None
     if int(lengths[:, 2].sum()):
@@ -55,7 +55,7 @@ def _exchange(job: Job, parameter: Tensor, gradient: Tensor | None, weight: floa
     indices, values = torch.cat([part for part, _ in rows]).t(), torch.cat([part for _, part in rows])
     # Said outright, because torch 2.11 warns about leaving it open.
     with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
-        total = torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
+        total = torch.sparse_coo_tensor(indices, values, parameter.shape, dtype=values.dtype, device=values.device).coalesce()
     return total / (combined_weight * job.world_size) if combined_weight else total
 
 

@@ -126,7 +126,7 @@ def copy_optimizer(job: Job, optimizer: Optimizer, root: int = 0) -> None:
             f"Keep tensors, numbers, strings, lists and dicts in it, or load the same state on every rank after distribute()."
         )
     if not mine:
-        tensors = [torch.empty(shape, dtype=getattr(torch, name)) for name, shape in kinds(skeleton)]
+        tensors = [torch.empty(shape, dtype=getattr(torch, name), device="cpu") for name, shape in kinds(skeleton)]
     for tensor in tensors:
         if tensor.numel():
             job.broadcast(tensor, root)

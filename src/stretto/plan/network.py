@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import torch
 
 LEAST_BYTES = 1 << 14
@@ -46,7 +47,7 @@ def measure(
     alpha = min(_seconds(barrier, now) for _ in range(PROBES)) / max(1, math.ceil(math.log2(size)))
     num_bytes, whole = LEAST_BYTES, 0.0
     while whole < PROBE_S:
-        probe = torch.ones(num_bytes // 4)
+        probe = torch.ones(num_bytes // 4, dtype=torch.float32, device="cpu")
         times = [slowest_of(_seconds(lambda probe=probe: ring_all_reduce(probe), now))]  # type: ignore[misc]
         if times[0] < PROBE_S:
             times += [_seconds(lambda probe=probe: ring_all_reduce(probe), now) for _ in range(PROBES - 1)]  # type: ignore[misc]
@@ -74,7 +75,7 @@ def _seconds(action: Callable[[], None], now: Callable[[], float] = time.perf_co
 
 
 def _seconds_per_added_byte() -> float:
-    a, b = torch.ones(PROBE_BYTES // 4).numpy(), torch.ones(PROBE_BYTES // 4).numpy()
+    a, b = np.ones(PROBE_BYTES // 4, np.float32), np.ones(PROBE_BYTES // 4, np.float32)
 
     def add() -> None:
         a.__iadd__(b)

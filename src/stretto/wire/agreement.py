@@ -12,7 +12,7 @@ A rank that gives up while it waits says so, with whom it blames, and the others
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -55,13 +55,20 @@ class Agreement:
         self._heard: dict[int, dict[int, Said]] = {}
         wire.listen(topic, self._on_said)
 
-    def reach(self, sequence: int, what: str, timeout_s: float) -> None:
-        """Return when every rank has said `what`; raise what keeps them from it."""
+    def reach(
+        self, sequence: int, what: str, timeout_s: float, given_up: Callable[[], StrettoError | None] = lambda: None
+    ) -> None:
+        """Return when every rank has said `what`; raise what keeps them from it. `given_up`: why it cannot come about, if the
+        caller has found out otherwise."""
         wire = self._wire
         deadline = wire.now() + timeout_s
-        self._say(Said(sequence, what))
+        if given_up() is None:
+            self._say(Said(sequence, what))
         try:
-            while missing := self._missing(sequence):
+            while (problem := given_up()) is not None or (missing := self._missing(sequence)):
+                if problem is not None:
+                    self.fail(sequence, problem)
+                    raise problem
                 if wire.now() >= deadline:
                     raise WireTimeout(missing[0], what, timeout_s)
                 wire.progress(min(1.0, deadline - wire.now()))

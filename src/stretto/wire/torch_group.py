@@ -394,7 +394,7 @@ class TorchGroupWire(Wire):
 
     def _borrow(self, num_bytes: int) -> torch.Tensor:
         spare = self._spare.get(num_bytes)
-        return spare.pop() if spare else torch.empty(num_bytes, dtype=torch.uint8)
+        return spare.pop() if spare else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def _give_back(self, buffer: torch.Tensor) -> None:
         if sum(map(len, self._spare.values())) >= SPARE_BUFFERS:

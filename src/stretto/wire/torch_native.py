@@ -35,6 +35,7 @@ REDUCE_OPS: Final = {
 GLOO_LACKS: Final = (torch.int16,)
 
 Issue = Callable[[torch.Tensor, timedelta], dist.Work]
+GivenUp = Callable[[], StrettoError | None]
 
 
 class NativeCollectives:
@@ -46,11 +47,20 @@ class NativeCollectives:
         self._agreement = Agreement(wire, topic)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: str, sequence: int, timeout_s: float, stream: torch.cuda.Stream | None = None
+        self,
+        tensor: torch.Tensor,
+        op: str,
+        sequence: int,
+        timeout_s: float,
+        stream: torch.cuda.Stream | None = None,
+        *,
+        label: str = "",
+        given_up: GivenUp = lambda: None,
     ) -> None:
         """All-reduce in place by the backend. op: "sum", "mean", "min", "max" or "product".
 
         CUDA: it runs in the order of `stream`, by default the device's default stream. Give the one that wrote the tensor.
+        `label` is compared between ranks; `given_up` says why not all ranks will come, once somebody knows that.
         """
 
         def issue(flat: torch.Tensor, limit: timedelta) -> dist.Work:
@@ -59,8 +69,8 @@ class NativeCollectives:
             options.timeout = limit
             return self._works.group.allreduce([flat], options)
 
-        what = self._describe("all_reduce", tensor, f"op={op}")
-        self._run_native(what, tensor, issue, self._objection(tensor, op), sequence, timeout_s, stream)
+        what = self._describe("all_reduce", tensor, f"op={op}") + label
+        self._run_native(what, tensor, issue, self._objection(tensor, op), sequence, timeout_s, stream, given_up)
 
     def broadcast(
         self, tensor: torch.Tensor, root: int, sequence: int, timeout_s: float, stream: torch.cuda.Stream | None = None
@@ -133,12 +143,13 @@ class NativeCollectives:
         sequence: int,
         timeout_s: float,
         stream: torch.cuda.Stream | None,
+        given_up: GivenUp = lambda: None,
     ) -> None:
         if objection is not None:
             self._agreement.fail(sequence, objection)
             raise objection
         deadline = self._wire.now() + timeout_s
-        self._agreement.reach(sequence, what, timeout_s)
+        self._agreement.reach(sequence, what, timeout_s, given_up)
         if not tensor.numel():
             return
         # The backend's own limit comes after ours, so that it is we who say what happened.

@@ -101,7 +101,7 @@ class GroupWorks:
             return
         for peer in (rank for rank in range(self.group.size()) if rank != self.rank):
             try:
-                work = self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, POISON_NUMBER)
+                work = self.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, POISON_NUMBER)
                 self.keep(work)
                 work.wait(timedelta(milliseconds=1))
             except RuntimeError:

@@ -54,7 +54,7 @@ def plan_of(blocks: Blocks, bits: int, device: torch.device) -> Plan:
     """Worked out once."""
     cut = cut_of(blocks, device)
     if ("plan", bits) not in cut.made:
-        packed_bounds = torch.zeros(len(blocks) + 1, dtype=torch.int64)
+        packed_bounds = torch.zeros(len(blocks) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum((blocks.lengths * bits + 7) // 8, 0, out=packed_bounds[1:])
         step, whole = 1 if bool((packed_bounds % VECTOR).any()) else VECTOR, cut.shape["WHOLE"]
         in_tiles = blocks.lengths[:0] if whole else blocks.lengths
@@ -87,7 +87,7 @@ def check_length(payload: Tensor, plan: Plan) -> None:
 
 def measure(values: Tensor, plan: Plan, squares: bool) -> tuple[Tensor, Tensor]:
     """Of each block the largest magnitude and, if asked for, the sum of squares (float64). For plans of tiles (not `whole`)."""
-    largest = torch.empty(plan.grid, device=values.device)
+    largest = torch.empty(plan.grid, device=values.device, dtype=torch.float32)
     total = torch.empty(plan.grid if squares else (0,), dtype=torch.float64, device=values.device)
     bounds, _, owners, numbers = plan.columns
     _measure[plan.grid](

@@ -88,6 +88,6 @@ def _cut(blocks: Blocks, device: torch.device) -> Cut:
 def pieces_of(lengths: Tensor, size: int, device: torch.device) -> Pieces:
     """Cut each of these lengths (on the CPU) into pieces of `size`, the last perhaps shorter."""
     counts = (lengths + size - 1) // size
-    owners = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-    firsts = (torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]) * size
+    owners = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int64, device="cpu"), counts)
+    firsts = (torch.arange(len(owners), dtype=torch.int64, device="cpu") - (counts.cumsum(0) - counts)[owners]) * size
     return Pieces(owners.to(torch.int32).to(device), firsts.to(device))

@@ -62,7 +62,7 @@ class Search:
         return Search(
             bounds=blocks.on(device)[0],
             counts=counts.to(device),
-            ranks=torch.tensor(ranks, dtype=torch.int64).to(device),
+            ranks=torch.tensor(ranks, dtype=torch.int64, device="cpu").to(device),
             bin_rows=(long.cumsum(0) - 1).to(torch.int32).to(device),
             num_rows=int(long.sum()),
             spans=Spans.of(blocks, long, device),

@@ -17,9 +17,9 @@ _of_thread = threading.local()
 def new_flag(device: torch.device) -> Tensor:
     """0 until a kernel stores something else. Good until this thread takes the next one."""
     if device.type != "cuda":
-        return torch.zeros(1, dtype=torch.int32)
+        return torch.zeros(1, dtype=torch.int32, device="cpu")
     if not hasattr(_of_thread, "flag"):
-        _of_thread.flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        _of_thread.flag = torch.zeros(1, dtype=torch.int32, pin_memory=True, device="cpu")
     flag: Tensor = _of_thread.flag
     flag.zero_()
     return flag

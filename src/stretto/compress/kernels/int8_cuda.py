@@ -48,7 +48,7 @@ def decode(payload: Tensor, blocks: Blocks, total: Tensor | None) -> Tensor:
     cut = cut_of(blocks, payload.device)
     if len(payload) != 4 * cut.num_blocks + cut.num_elements:
         raise MalformedPayload(f"{len(payload)} bytes where {4 * cut.num_blocks + cut.num_elements} must come")
-    out = torch.empty(cut.num_elements, device=payload.device) if total is None else total
+    out = torch.empty(cut.num_elements, device=payload.device, dtype=torch.float32) if total is None else total
     int8.refuse(_decoded(payload, cut, out, adding=total is not None) if cut.num_blocks else 0)
     return out
 

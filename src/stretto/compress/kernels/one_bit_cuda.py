@@ -60,9 +60,9 @@ def row_pieces_of(blocks: Blocks, cut: Cut) -> RowPieces:
 def _pieces(blocks: Blocks, cut: Cut) -> RowPieces:
     tile, device = cut.shape["TILE"], cut.bounds.device
     counts, widths = (blocks.lengths + tile - 1) // tile, (blocks.lengths + 7) // 8
-    heads = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    owners = torch.repeat_interleave(torch.arange(len(blocks)), counts)
-    firsts = (torch.arange(len(owners)) - heads[owners]) * tile
+    heads = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), counts.cumsum(0)])
+    owners = torch.repeat_interleave(torch.arange(len(blocks), dtype=torch.int64, device="cpu"), counts)
+    firsts = (torch.arange(len(owners), dtype=torch.int64, device="cpu") - heads[owners]) * tile
     return RowPieces(
         owners.to(torch.int32).to(device),
         (blocks.bounds[owners] + firsts).to(device),

@@ -65,7 +65,7 @@ def plan_of(shapes: Shapes, device: torch.device) -> Plan:
     fields.sort(key=lambda one: -(one[0] ** 2) * one[1])  # what takes longest begins first
     mine = [one for one in fields if one[0] * one[1] <= MOST]
     too_large = [one for one in fields if one[0] * one[1] > MOST]
-    return Plan(torch.tensor(mine, dtype=torch.int64).to(device), too_large, first, sums, rows, columns)
+    return Plan(torch.tensor(mine, dtype=torch.int64, device="cpu").to(device), too_large, first, sums, rows, columns)
 
 
 def orthonormalise(flat: Tensor, shapes: Shapes) -> Tensor:

@@ -47,10 +47,10 @@ class Spans:
     def of(blocks: Blocks, wanted: Tensor, device: torch.device) -> Spans:
         """Of those blocks for which `wanted` is true."""
         counts = (blocks.lengths + SPAN - 1) // SPAN * wanted
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to(torch.int32)
-        owners = torch.repeat_interleave(torch.arange(len(blocks)), counts)
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), counts.cumsum(0)]).to(torch.int32)
+        owners = torch.repeat_interleave(torch.arange(len(blocks), dtype=torch.int64, device="cpu"), counts)
         heads, tails = bounds[owners], bounds[owners + 1]
-        begins = blocks.bounds[owners] + (torch.arange(len(owners)) - heads) * SPAN
+        begins = blocks.bounds[owners] + (torch.arange(len(owners), dtype=torch.int64, device="cpu") - heads) * SPAN
         columns = (owners.to(torch.int32), begins, blocks.bounds[owners + 1], heads, tails, bounds)
         return Spans(*(column.to(device) for column in columns))
 

@@ -84,7 +84,7 @@ def _plan(form: Form, step: int, device: torch.device) -> Plan:
         num_bytes=form.num_bytes,
         num_word_bytes=sum(form.sections[:3]),
         search=Search.of(blocks, form.counts, MOST_LISTED, device),
-        spans=Spans.of(blocks, torch.ones(len(blocks), dtype=torch.bool), device),
+        spans=Spans.of(blocks, torch.ones(len(blocks), dtype=torch.bool, device="cpu"), device),
         step=step,
         list_numbers=torch.where(listed, listed.cumsum(0) - 1, -1).to(device),
         index_starts=(num_listed + _before(form.counts * listed)).to(device),
