@@ -477,9 +477,14 @@ def test_ranks_at_different_places_in_the_data_cannot_save(tmp_path: Path) -> No
 def test_a_sampler_that_nobody_counted_for_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     def program(job: Job) -> str:
         training = Training(job).run(1)
-        if job.rank == 1:
-            next(iter(training.loader))
-        return raised(lambda: training.save(tmp_path / "c.pt"))
+        next(iter(training.loader))  # a look
+        training.save(tmp_path / "c.pt")
+        training = Training(job)
+        for (x,) in training.loader if job.rank == 1 else training.sampler.follow(training.loader):
+            training.model(x).sum().backward()
+            training.optimizer.step()
+            return raised(lambda: training.save(tmp_path / "c.pt"))
+        return "no batch"
 
     assert all("failed on rank 1 of 2" in said and "follow" in said for said in run_jobs(2, program))
 
