@@ -27,16 +27,18 @@ from torch.utils.data import (
 from torch.utils.data import Sampler as TorchSampler
 
 from stretto import epoch_order, sampler
+from stretto.aggregate.all_reduce import AllReduce
 from stretto.distributing import distribute, join
 from stretto.epoch_order import order
 from stretto.errors import ConfigurationError
 from stretto.job.detect import Launch
 from stretto.sampler import Sampler
 from stretto.session import Job
+from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 from stretto.timeouts import Timeouts
 
-RING = "Strategy(aggregate=AllReduce('ring'))"  # not `auto`, which measures first
+RING = Strategy(aggregate=AllReduce("ring"))  # not `auto`, which measures first
 SIZES = st.sampled_from([1, 2, 3, 4, 7])
 LENGTHS = st.one_of(st.integers(0, 12), st.integers(0, 300))
 
