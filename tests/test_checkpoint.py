@@ -411,17 +411,16 @@ def test_values_that_load_are_let_through() -> None:
 def test_what_cannot_be_saved_is_an_error_on_all_ranks_before_anything_is_collected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def program(job: Job) -> tuple[str, str]:
-        training = Training(job).run(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "_collect_tensors", None)
-            first = raised(lambda: training.save(tmp_path / "c.pt", extra={"lr": np.float64(0.1)}))
-        training.optimizer.param_groups[0]["lr"] = np.float64(0.1)
-        return first, raised(lambda: training.save(tmp_path / "c.pt"))
+    def program(job: Job, place: str) -> str:
+        training, extra = Training(job), {"lr": 0.1}
+        (extra if place == "extra" else training.optimizer.param_groups[0])["lr"] = np.float64(0.1)
+        return raised(lambda: training.save(tmp_path / "c.pt", extra=extra))
 
-    for extra, optimizer in run_jobs(2, program):
-        assert "failed on rank 0 of 2: extra['lr'] is a numpy.float64" in extra
-        assert "failed on rank 0 of 2: optimizer['param_groups'][0]['lr'] is a numpy.float64" in optimizer
+    for said in run_jobs(2, program, "optimizer"):
+        assert "failed on rank 0 of 2: optimizer['param_groups'][0]['lr'] is a numpy.float64" in said
+    monkeypatch.setattr(checkpoint, "_collect_tensors", None)
+    for said in run_jobs(2, program, "extra"):
+        assert "failed on rank 0 of 2: extra['lr'] is a numpy.float64" in said
     assert list(tmp_path.iterdir()) == []
 
 
