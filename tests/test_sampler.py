@@ -349,6 +349,34 @@ def test_resuming_in_mid_epoch_draws_no_random_number_that_the_first_run_did_not
     assert [(batch.tolist(), torch.rand(()).item()) for (batch,) in new.follow(loader_of(new, batch_size=4))] == expected
 
 
+def test_every_pass_draws_as_the_loader_does_and_a_resumed_one_as_the_run_that_was_stopped() -> None:
+    """Workers of the loader are seeded by that number: it must be another one in every pass, also after a break."""
+
+    def passes(worker: Sampler, resume_at: int | None = None) -> list[int]:
+        loader, seeds = loader_of(worker, batch_size=4), []
+        for number in range(3):
+            for step, _ in enumerate(worker.follow(loader)):
+                seeds.append(int(torch.randint(10**9, ())))
+                if (number, step) == (0, 1):
+                    break
+            if number == resume_at:
+                state, generator = worker.state_dict(), torch.get_rng_state()
+                worker = samplers(16, 1)[0]
+                torch.manual_seed(99)  # another process
+                worker.load_state_dict(state)
+                torch.set_rng_state(generator)
+                loader = loader_of(worker, batch_size=4)
+        return seeds
+
+    torch.manual_seed(3)
+    expected = passes(samplers(16, 1)[0])
+    torch.manual_seed(3)
+    assert passes(samplers(16, 1)[0], resume_at=0) == expected  # stopped between two passes, in mid-epoch
+    torch.manual_seed(3)
+    plain = loader_of(samplers(16, 1)[0], batch_size=4)
+    assert [int(torch.randint(10**9, ())) for _, _ in zip(range(2), plain, strict=False)] == expected[:2]
+
+
 # ---------------------------------------------------------------- passes that are left early
 
 
