@@ -426,7 +426,7 @@ def test_what_cannot_be_saved_is_an_error_on_all_ranks_before_anything_is_collec
 
 def test_two_jobs_that_write_the_same_file_do_not_mix_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second begins and ends while the first is writing, and leaves the first one's part alone."""
-    path, real, order = tmp_path / "c.pt", torch.save, []
+    path, real, order = tmp_path / "c.pt", torch.save, list[str]()
 
     def save_slowly(content: Any, file: Any) -> None:
         if not order:

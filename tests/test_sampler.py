@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import Sampler as TorchSampler
 
-from stretto import epoch_order, sampler
+from stretto import epoch_order, random_state, sampler
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.distributing import distribute, join
 from stretto.epoch_order import order
@@ -492,7 +492,7 @@ class ByEpoch:
         return 10 + self.epoch
 
 
-WEIGHTS = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 0.0])
+WEIGHTS = [0.0, 1.0, 2.0, 3.0, 4.0, 0.0]
 WRAPPED: dict[str, Callable[[], Any]] = {
     "weighted": lambda: WeightedRandomSampler(WEIGHTS, 30),
     "with a generator of its own": lambda: RandomSampler(range(30), generator=torch.Generator()),
@@ -524,10 +524,9 @@ def test_workers_share_what_another_sampler_gives_and_resume_with_any_number(kin
     epochs = [list(alone) for _ in range(3)]
     workers = wrapped(kind, size, seed=3, pad=False)
     for items in epochs:
-        state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        generators = random_state.capture(torch.nn.Identity())
         assert [list(worker) for worker in workers] == [items[rank::size] for rank in range(size)]
-        assert torch.equal(torch.get_rng_state(), state[0])
-        assert (random.getstate(), np.random.get_state()[1].tolist()) == state[1:]
+        assert random_state.capture(torch.nn.Identity()) == generators
         torch.rand(size)
     if kind != "a list":
         assert repr(epochs[0]) != repr(epochs[1])
@@ -571,7 +570,7 @@ def test_a_wrapped_sampler_that_workers_cannot_agree_on_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="two passes over it gave different items"):
         Sampler.wrap(OwnNumpy(), job=here)
     with pytest.raises(ConfigurationError, match="takes a worker's share by itself"):
-        Sampler.wrap(DistributedSampler(range(9), num_replicas=2, rank=0), job=here)
+        Sampler.wrap(DistributedSampler(TensorDataset(torch.ones(9)), num_replicas=2, rank=0), job=here)
     with pytest.raises(ConfigurationError, match="Sampler takes a worker's share by itself"):
         Sampler.wrap(BatchSampler(Sampler(9, job=here), 2, False), job=here)
     with pytest.raises(ConfigurationError, match="generator has no __len__"):
@@ -580,7 +579,7 @@ def test_a_wrapped_sampler_that_workers_cannot_agree_on_is_refused() -> None:
         Sampler(RandomSampler(range(9)), job=here)
     state = Sampler.wrap(WeightedRandomSampler(WEIGHTS, 30), job=here).state_dict()
     with pytest.raises(ConfigurationError, match="epoch 0 in another order"):
-        Sampler.wrap(WeightedRandomSampler(WEIGHTS.flip(0), 30), job=here).load_state_dict(state)
+        Sampler.wrap(WeightedRandomSampler(WEIGHTS[::-1], 30), job=here).load_state_dict(state)
     with pytest.raises(ConfigurationError, match="epoch 0 in another order"):
         Sampler(30, job=here).load_state_dict(state)
 

@@ -58,7 +58,7 @@ def test_a_worker_that_has_run_out_gives_nothing_of_its_last_batch() -> None:
                 optimizer.zero_grad()
                 names = model if step == 0 else ["always"]
                 x = torch.full((1, 2), 1.0 + step + 10 * job.rank)
-                torch.cat([model[name](x) for name in names]).sum().backward()
+                sum(model[name](x).sum() for name in names).backward()
                 if step > 0:
                     working = [10.0 * rank + step + 1.0 for rank in range(step, 3)]
                     assert torch.equal(model["always"].weight.grad, torch.full((1, 2), sum(working) / len(working)))
@@ -80,6 +80,7 @@ class Segments(nn.Module):
         hidden = self.first(x)
         for _ in range(4):
             hidden = checkpoint(self._segment, hidden, use_reentrant=self.reentrant, preserve_rng_state=False)
+        assert isinstance(hidden, Tensor)
         return hidden
 
     def _segment(self, hidden: Tensor) -> Tensor:
