@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
+from stretto.aggregate.all_reduce import AllReduce
 from stretto.checkpoint import Resumed, load, save
 from stretto.distributing import distribute
 from stretto.sampler import Sampler
 from stretto.session import Job
+from stretto.strategy import Strategy
 
-RING = "Strategy(aggregate=AllReduce('ring'))"  # not `auto`: each measurement may choose another order of addition
+RING = Strategy(aggregate=AllReduce("ring"))  # not `auto`: each measurement may choose another order of addition
 X = torch.randn(84, 5, generator=torch.Generator().manual_seed(7))
 
 
@@ -55,7 +57,14 @@ class Training:
     """A model, its optimizer and its data, made alike on every rank."""
 
     def __init__(
-        self, job: Job, *, plain: bool = False, noisy: bool = False, batch: int = 2, strategy: str = RING, **options: Any
+        self,
+        job: Job,
+        *,
+        plain: bool = False,
+        noisy: bool = False,
+        batch: int = 2,
+        strategy: Strategy | str = RING,
+        **options: Any,
     ) -> None:
         model = Net(norm=not plain, dropout=0.5 if noisy else 0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if plain else torch.optim.AdamW(model.parameters(), lr=0.05)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
-import fcntl
 import logging
 import os
 import random
 import resource
+import secrets
 import subprocess
-import sys
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from torch import nn
 
 import stretto
 from preloaded import Preloaded
-from resumable_training import Net, Training
-from stretto import checkpoint_file, random_state
+from resumable_training import RING, Net, Training
+from stretto import checkpoint, checkpoint_file, plain_values, random_state, session
 from stretto.checkpoint import load, save
 from stretto.distributing import distribute, weight
 from stretto.errors import CheckpointError, ConfigurationError
@@ -367,24 +369,213 @@ def test_a_write_that_fails_raises_on_all_ranks_and_leaves_the_old_checkpoint(
     saved(path, 1)
 
 
-def test_a_folder_that_is_not_there_and_values_that_cannot_be_loaded_are_errors_on_all_ranks(tmp_path: Path) -> None:
-    def program(job: Job) -> tuple[str, str]:
-        training = Training(job)
-        missing = raised(lambda: training.save(tmp_path / "no" / "c.pt"))
-        return missing, raised(lambda: training.save(tmp_path / "c.pt", extra={"path": Path("x")}))
+def test_a_folder_that_is_not_there_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    for said in run_jobs(2, lambda job: raised(lambda: Training(job).save(tmp_path / "no" / "c.pt"))):
+        assert "FileNotFoundError" in said and "look on its machine" in said
 
-    for missing, unsafe in run_jobs(2, program):
-        assert "FileNotFoundError" in missing and "look on its machine" in missing
-        assert "neither a tensor nor a plain value" in unsafe
+
+class Colour(Enum):
+    RED = "red"
+
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"args": argparse.Namespace(lr=0.1)}, "extra['args'] is a argparse.Namespace, neither a tensor nor a plain value"),
+        ({"args": argparse.Namespace(lr=0.1)}, "Put vars(...) there"),
+        ({"logs": [{"loss": np.float32(1)}]}, "extra['logs'][0]['loss'] is a numpy.float32"),
+        (np.float64(1), "extra is a numpy.float64"),
+        ((1, np.int64(3)), "Put its .item() there"),
+        ({"w": np.zeros(3)}, "torch.from_numpy(...)"),
+        ({"path": Path("x")}, "Put str(...) there"),
+        ({Path("x"): 1}, "the key PosixPath('x') of extra is a pathlib.PosixPath"),
+        ({"colour": Colour.RED}, "Put its .value there"),
+        ({"at": Point(1, 2)}, "Put its ._asdict() there"),
+        ({"scheduler": torch.optim.SGD([torch.ones(1)])}, "Put its .state_dict() there"),
+        ({"seen": defaultdict(int)}, "Put dict(...) there"),
+    ],
+)
+def test_a_value_that_could_not_be_loaded_is_named_with_its_place(extra: Any, message: str) -> None:
+    assert message in raised(lambda: plain_values.check(extra, "extra"))
+
+
+def test_values_that_load_are_let_through() -> None:
+    itself: list[Any] = [1, 1j, b"x", None, {2, 3}, (torch.Size([1]), torch.float16), Counter("a"), OrderedDict(a=nn.Parameter())]
+    itself.append(itself)
+    plain_values.check({"epoch": 3, 4: itself}, "extra")
+
+
+def test_what_cannot_be_saved_is_an_error_on_all_ranks_before_anything_is_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(job: Job, place: str) -> str:
+        training, extra = Training(job), {"lr": 0.1}
+        (extra if place == "extra" else training.optimizer.param_groups[0])["lr"] = np.float64(0.1)
+        return raised(lambda: training.save(tmp_path / "c.pt", extra=extra))
+
+    for said in run_jobs(2, program, "optimizer"):
+        assert "failed on rank 0 of 2: optimizer['param_groups'][0]['lr'] is a numpy.float64" in said
+    monkeypatch.setattr(checkpoint, "_collect_tensors", None)
+    for said in run_jobs(2, program, "extra"):
+        assert "failed on rank 0 of 2: extra['lr'] is a numpy.float64" in said
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_jobs_that_write_the_same_file_do_not_mix_their_bytes(tmp_path: Path) -> None:
-    with (tmp_path / "c.pt.part").open("wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        assert "by another process" in raised(lambda: checkpoint_file.write(tmp_path / "c.pt", {}))
-    checkpoint_file.write(tmp_path / "c.pt", {})
+def test_two_jobs_that_write_the_same_file_do_not_mix_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins and ends while the first is writing, and leaves the first one's part alone."""
+    path, real, order = tmp_path / "c.pt", torch.save, list[str]()
+
+    def save_slowly(content: Any, file: Any) -> None:
+        if not order:
+            order.append("first")
+            checkpoint_file.write(path, {"value": "second"})
+            assert torch.load(path, weights_only=True) == {"value": "second"}
+        real(content, file)
+        order.append(content["value"])
+
+    monkeypatch.setattr(torch, "save", save_slowly)
+    checkpoint_file.write(path, {"value": "first"})
+    assert order == ["first", "second", "first"]
+    assert torch.load(path, weights_only=True) == {"value": "first"}
     assert [each.name for each in tmp_path.iterdir()] == ["c.pt"]
+
+
+# ---------------------------------------------------------------- links
+
+
+def test_a_planted_part_is_never_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link or a file under the name that versions before took, and under the very name that is drawn."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for plant in (os.symlink, os.link):
+        folder = tmp_path / plant.__name__
+        folder.mkdir()
+        plant(victim, folder / "c.pt.part")
+        checkpoint_file.write(folder / "c.pt", {"value": 1})
+        assert victim.read_text() == "precious"
+
+        monkeypatch.setattr(checkpoint_file, "_remove_left", lambda target: None)
+        monkeypatch.setattr(secrets, "token_hex", lambda count: "0" * 16)
+        plant(victim, folder / f"c.pt.{'0' * 16}.part")
+        raised(lambda folder=folder: checkpoint_file.write(folder / "c.pt", {"value": 2}), FileExistsError)  # type: ignore[misc]
+        monkeypatch.undo()
+        assert victim.read_text() == "precious"
+        checkpoint_file.write(folder / "c.pt", {"value": 3})
+        assert torch.load(folder / "c.pt", weights_only=True) == {"value": 3}
+
+
+def test_a_link_of_the_users_own_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    real, first, second = tmp_path / "runs" / "7.pt", tmp_path / "last.pt", tmp_path / "best.pt"
+    first.symlink_to("runs/7.pt")
+    second.symlink_to(first)
+    for value in (1, 2):  # it points to nothing, and to an older checkpoint
+        checkpoint_file.write(second, {"value": value})
+        assert first.is_symlink() and second.is_symlink() and not real.is_symlink()
+        assert torch.load(real, weights_only=True) == {"value": value}
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["7.pt", "best.pt", "last.pt", "runs"]
+    real.unlink()
+    real.symlink_to(second)
+    assert "links in a row" in raised(lambda: checkpoint_file.write(second, {"value": 3}))
+
+
+def test_a_link_of_somebody_else_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim, planted, real = tmp_path / "victim", tmp_path / "c.pt", os.lstat
+    victim.write_text("precious")
+    planted.symlink_to(victim)
+    stranger = max(os.geteuid(), tmp_path.stat().st_uid) + 1
+
+    def lstat(path: Any) -> os.stat_result:
+        found = list(real(path))
+        return os.stat_result([*found[:4], stranger, *found[5:]])
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    assert f"user {stranger} has put there" in raised(lambda: checkpoint_file.write(planted, {"value": 1}))
+    assert victim.read_text() == "precious" and planted.is_symlink()
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Measured(nn.Module):
+    """Buffers of every kind, of other values on every worker."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("large", torch.full((40_000,), float(rank)))
+        self.register_buffer("flag", torch.tensor(rank == 1))
+        self.register_buffer("conjugate", torch.tensor([1 + 1j * rank]).conj())
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).t() + rank)
+        self.register_buffer("nothing", torch.empty(0, 4))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_local_buffers_of_any_size_and_dtype_are_saved(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They travel as tensors: what `gather_object` carries has a limit, of 64 MB, which here is 100 KB."""
+    monkeypatch.setattr(session, "MAX_OBJECT_BYTES", 100_000)
+    path = tmp_path / "c.pt"
+
+    def program(job: Job) -> None:
+        pairs = []
+        for rank in (job.rank, 9):
+            model = Measured(rank)
+            pairs.append(distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), RING, buffers="local", job=job))
+        for name, buffer in Measured(job.rank).named_buffers():
+            pairs[0][0].get_buffer(name).copy_(buffer)  # distribute made them all rank 0's
+        save(path, *pairs[0])
+        load(path, *pairs[1])
+        for name, buffer in Measured(job.rank).named_buffers():
+            assert repr(pairs[1][0].get_buffer(name)) == repr(buffer.resolve_conj()), name
+
+    run_jobs(size, program)
+
+
+def test_loading_takes_the_memory_of_the_file_once_and_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer of 64 MB. The copy of the file is as large; nothing else may be. (It was 2.3 times the file.)"""
+    monkeypatch.setattr(checkpoint_file, "PIECE_BYTES", 1 << 20)
+    apply, loaded = checkpoint._apply, list[int]()
+
+    def measure(*arguments: Any) -> Any:
+        loaded.append(resident("RssAnon"))
+        return apply(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_apply", measure)
+
+    def program(job: Job) -> list[int]:
+        model = nn.Linear(2, 1)
+        model.register_buffer("table", torch.ones(16 << 20))
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), RING, job=job)
+        model(torch.ones(2)).backward()
+        optimizer.step()
+        save(tmp_path / "c.pt", model, optimizer, extra={"mean": torch.ones(1000)})
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before, anonymous = resident("VmRSS"), resident("RssAnon")
+        resumed = load(tmp_path / "c.pt", model, optimizer)
+        peak, after = resident("VmHWM") - before, resident("VmRSS") - before
+        assert resumed.extra["mean"].sum() == 1000 and len(optimizer.state) == 2
+        assert "stretto checkpoint" not in Path("/proc/self/maps").read_text()  # nothing that stays lies in the copy
+        return [peak, after, loaded[0] - anonymous]
+
+    [(peak, after, beside_the_copy)] = run_jobs(1, program)
+    file = (tmp_path / "c.pt").stat().st_size
+    assert file > 64 << 20
+    assert 0.9 * file < peak < 1.4 * file and after < 0.2 * file and beside_the_copy < 0.2 * file
+
+
+def resident(what: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+def test_a_worker_without_memory_for_the_file_is_an_error_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = saved(tmp_path / "c.pt"), os.memfd_create
+    monkeypatch.setattr(os, "memfd_create", lambda name: os.open("/dev/full", os.O_WRONLY) if stretto.rank() else real(name))
+    for said in run_jobs(2, lambda job: raised(lambda: Training(job).load(path))):
+        assert "failed on rank 1 of 2" in said and "No space left" in said
 
 
 KILLED = """
@@ -427,11 +618,11 @@ print("whole")
 
 
 @pytest.mark.processes
-def test_a_kill_at_any_point_of_writing_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / "c.pt")],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+def test_a_kill_at_any_point_of_writing_leaves_a_whole_checkpoint(tmp_path: Path, preloaded: Preloaded) -> None:
+    script, folder = tmp_path / "killed.py", tmp_path / "folder"
+    script.write_text(KILLED)
+    folder.mkdir()
+    done = preloaded.run(script, folder / "c.pt", folder=tmp_path, timeout_s=60)
     assert done.stdout.endswith("whole\n"), done.stdout + done.stderr
 
 
@@ -477,9 +668,14 @@ def test_ranks_at_different_places_in_the_data_cannot_save(tmp_path: Path) -> No
 def test_a_sampler_that_nobody_counted_for_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     def program(job: Job) -> str:
         training = Training(job).run(1)
-        if job.rank == 1:
-            next(iter(training.loader))
-        return raised(lambda: training.save(tmp_path / "c.pt"))
+        next(iter(training.loader))  # a look
+        training.save(tmp_path / "c.pt")
+        training = Training(job)
+        for (x,) in training.loader if job.rank == 1 else training.sampler.follow(training.loader):
+            training.model(x).sum().backward()
+            training.optimizer.step()
+            return raised(lambda: training.save(tmp_path / "c.pt"))
+        return "no batch"
 
     assert all("failed on rank 1 of 2" in said and "follow" in said for said in run_jobs(2, program))
 

@@ -11,8 +11,9 @@
                              and what its compression remembers of its own: residuals, momenta, by parameter
 
 Both are collective. Only rank 0 touches the file: it need not be visible to other hosts. In load its bytes are
-broadcast piece by piece, and every worker checks the sha256 of what it got. Nothing but tensors and plain values is
-ever unpickled (`weights_only=True`).
+broadcast piece by piece, and every worker checks the sha256 of what it got. It keeps them in memory that it can map, so
+that loading takes as much memory as the file is long, once. Nothing but tensors and plain values is ever unpickled
+(`weights_only=True`).
 
 Invariant: a failure on any rank raises `CheckpointError` on all ranks. Each part runs with its errors caught, then
 all exchange how it went, so nobody waits for a rank that gave up. load() changes nothing before all ranks have
@@ -25,12 +26,12 @@ says what is lost.
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 import os
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -42,8 +43,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import stretto
-from stretto import checkpoint_file, random_state
-from stretto.compress.state import Exported
+from stretto import checkpoint_file, plain_values, random_state
 from stretto.distributing import as_tuple, engine_of
 from stretto.engine import memory
 from stretto.engine.engine import Engine
@@ -54,6 +54,7 @@ from stretto.sampler import Sampler
 from stretto.session import Job
 
 FORMAT = 2
+END_OF_ARCHIVE = b"\0\0"  # the length of a comment that is not there
 StrPath = str | os.PathLike[str]
 T = TypeVar("T")
 
@@ -91,10 +92,16 @@ def save(
             "save(%r): %s has stepped this model's parameters too, and its state is not saved. Give all of them to distribute() "
             "and save(): (optimizer, other).", str(path), _names(list(engine.loop.others)),
         )  # fmt: skip
-    mine = _all_succeed(engine.job, f"save({str(path)!r})", lambda: _of_this_worker(engine, sampler))
+
+    def look() -> dict[str, Any]:
+        if engine.job.rank == 0:
+            plain_values.check(extra, "extra")
+        return _of_this_worker(engine, sampler)
+
+    mine = _all_succeed(engine.job, f"save({str(path)!r})", look)
     everybody = engine.job.gather_object(mine)
-    for rank, own in enumerate(_collect_own(engine)):
-        everybody[rank]["own"] = own
+    for rank, tensors in enumerate(_collect_tensors(engine)):
+        everybody[rank] |= tensors
 
     def write() -> None:
         if engine.job.rank == 0:
@@ -123,8 +130,8 @@ def load(
     `CheckpointError` on all workers, and nothing has been changed then.
     """
     engine, what = _engine(model, optimizer, job), f"load({str(path)!r})"
-    file = _receive(engine.job, Path(path), what)
-    content = _all_succeed(engine.job, what, lambda: _checked(file, engine, sampler))
+    with _received(engine.job, Path(path), what) as copy:
+        content = _all_succeed(engine.job, what, lambda: _checked(copy, engine, sampler))
     resumed = _all_succeed(engine.job, what, lambda: _apply(content, engine, sampler))
     if engine.job.rank == 0:
         log.info("%s: saved by %d workers; carried over: %s", what, resumed.world_size, ", ".join(resumed.carried))
@@ -201,25 +208,28 @@ def _of_this_worker(engine: Engine, sampler: Sampler | None) -> dict[str, Any]:
         "consumed": None if sampler is None else sampler.num_consumed,
         "place": place,
         "random": random_state.capture(engine.model),
-        "buffers": {} if engine.broadcast_buffers else {name: _packed(buffer) for name, buffer in _buffers(engine.model).items()},
     }
 
 
-def _collect_own(engine: Engine) -> list[Exported]:
-    """On rank 0, what every worker's compression remembers of its own. One tensor at a time: nobody else keeps them."""
+def _collect_tensors(engine: Engine) -> list[dict[str, Any]]:
+    """On rank 0, every worker's local buffers and what its compression remembers of its own. The others keep nothing of it."""
     job = engine.job
     tensors: list[Tensor] = []
-    skeletons = job.gather_object(take_apart(engine.memory()[0], tensors))
-    out: list[Exported] = []
+    buffers = {} if engine.broadcast_buffers else _buffers(engine.model)
+    skeletons = job.gather_object(take_apart({"buffers": buffers, "own": engine.memory()[0]}, tensors))
+    out: list[dict[str, Any]] = []
     for rank, skeleton in enumerate(skeletons):
         found = [_sent_to_rank_0(job, tensors, rank, number, kind) for number, kind in enumerate(kinds(skeleton))]
-        out.append(put_together(skeleton, iter(found)) if job.rank == 0 and skeleton else {})
+        out.append(put_together(skeleton, iter(found)))
     return out
 
 
 def _sent_to_rank_0(job: Job, mine: list[Tensor], owner: int, number: int, kind: tuple[str, list[int]]) -> Tensor:
-    empty = torch.empty(kind[1], dtype=getattr(torch, kind[0]), device="cpu")
-    value = mine[number].cpu().contiguous() if job.rank == owner else empty
+    """One tensor at a time, by a broadcast: there is no limit to its size."""
+    if job.rank == owner:
+        value = mine[number].cpu().resolve_conj().resolve_neg().contiguous()
+    else:
+        value = torch.empty(kind[1], dtype=getattr(torch, kind[0]), device="cpu")
     if owner != 0 and value.numel():
         job.broadcast(value, owner)
     return value if job.rank == 0 else torch.empty(0, dtype=torch.float32, device="cpu")
@@ -234,8 +244,6 @@ def _stretto_entry(engine: Engine, sampler: Sampler | None, everybody: list[dict
                 f"ranks are at different places in the data.\n  rank 0: {places[0]}\n  rank {rank}: {place}\n"
                 f"Make the sampler alike on all ranks, and save at the same step of the same epoch."
             )
-    for worker in everybody:
-        worker["buffers"] = {name: _unpacked(packed) for name, packed in worker["buffers"].items()}
     return {
         "format": FORMAT,
         "versions": {
@@ -275,36 +283,40 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
-def _packed(tensor: Tensor) -> list[Any]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), flat.numpy().tobytes()]
-
-
-def _unpacked(packed: list[Any]) -> Tensor:
-    dtype, shape, data = packed
-    if not data:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
-
-
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def _receive(job: Job, path: Path, what: str) -> IO[bytes]:
-    """Rank 0's file, on every rank, in memory. Its checksum has been verified everywhere."""
+@contextmanager
+def _received(job: Job, path: Path, what: str) -> Iterator[str]:
+    """The path of a copy of rank 0's file, on every rank, in memory. Its checksum has been verified everywhere."""
     with ExitStack() as opened:
         source = _all_succeed(job, what, lambda: opened.enter_context(path.open("rb")) if job.rank == 0 else None)
         header = _all_succeed(job, what, lambda: checkpoint_file.seal_of(source, path) if source is not None else None)
+        copy = _all_succeed(job, what, lambda: opened.enter_context(open(os.memfd_create("stretto checkpoint"), "wb")))
         num_bytes, expected = job.gather_object(header)[0]
-        buffer, digest = io.BytesIO(), hashlib.sha256()
+        digest, problem = hashlib.sha256(), None
         for start in range(0, num_bytes, checkpoint_file.PIECE_BYTES):
             piece = _next_piece(job, source, min(checkpoint_file.PIECE_BYTES, num_bytes - start))
-            buffer.write(piece)
             digest.update(piece)
-    _all_succeed(job, what, lambda: checkpoint_file.check_digest(path, digest.hexdigest(), expected))
-    buffer.write(b"\0\0")  # the end of an archive without a comment
-    buffer.seek(0)
-    return buffer
+            problem = problem or _stored(copy, piece)  # after an error too all pieces are taken: others wait for us
+        problem = problem or _stored(copy, END_OF_ARCHIVE)
+
+        def check() -> None:
+            if problem is not None:
+                raise problem
+            checkpoint_file.check_digest(path, digest.hexdigest(), expected)
+
+        _all_succeed(job, what, check)
+        yield f"/proc/self/fd/{copy.fileno()}"
+
+
+def _stored(copy: IO[bytes], piece: bytes | memoryview) -> OSError | None:
+    try:
+        copy.write(piece)
+        copy.flush()
+    except OSError as error:
+        return error
+    return None
 
 
 def _next_piece(job: Job, source: IO[bytes] | None, num_bytes: int) -> memoryview:
@@ -318,9 +330,10 @@ def _next_piece(job: Job, source: IO[bytes] | None, num_bytes: int) -> memoryvie
     return job.broadcast(piece).numpy().data
 
 
-def _checked(file: IO[bytes], engine: Engine, sampler: Sampler | None) -> dict[str, Any]:
+def _checked(copy: str, engine: Engine, sampler: Sampler | None) -> dict[str, Any]:
+    """What is in the checkpoint. Its tensors lie in the copy, which is to go: what stays for longer is taken from there."""
     model, optimizers = engine.model, engine.loop.optimizers
-    content = torch.load(file, map_location="cpu", weights_only=True)
+    content = torch.load(copy, map_location="cpu", weights_only=True, mmap=True)
     entry = content["stretto"]
     if entry["format"] == 1:  # before there were compressions
         entry["compress"] = None
@@ -339,6 +352,8 @@ def _checked(file: IO[bytes], engine: Engine, sampler: Sampler | None) -> dict[s
         )
     if sampler is not None and entry["sampler"] is not None:
         sampler.check_state_dict(entry["sampler"])
+    for name in ("optimizer", "extra"):  # an optimizer takes the very tensors that it is given
+        content[name] = deepcopy(content[name])
     return content  # type: ignore[no-any-return]
 
 
@@ -441,8 +456,8 @@ def _apply_memory(entry: dict[str, Any], engine: Engine) -> _Found:
         return _Found(lost=[f"what compress={compress!r} remembers begins anew ({then})"])
     everybody = [worker["own"] for worker in entry["ranks"]]
     same = entry["world_size"] == engine.job.world_size
-    own = everybody[engine.job.rank] if same else memory.mean_of(everybody, engine.job.world_size)
-    engine.load_memory(own, saved["shared"], saved["rounds"])
+    own = deepcopy(everybody[engine.job.rank]) if same else memory.mean_of(everybody, engine.job.world_size)
+    engine.load_memory(own, deepcopy(saved["shared"]), saved["rounds"])
     how = "" if same else f", of {entry['world_size']} workers as their mean"
     return _Found(carried=[f"what compress={compress!r} remembers{how}"])
 

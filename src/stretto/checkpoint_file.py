@@ -7,71 +7,110 @@ A comment is part of the zip format, so `torch.load(path, weights_only=True)` re
 the end, so the checksum can be computed while the file is read front to back, and it is checked before a byte is
 interpreted.
 
-Writing: everything goes into `path.part`, is flushed to the disk, is read back, and takes the name `path` in one
-step. Whatever happens before that step leaves the old checkpoint as it was; a `.part` that a killed worker left is
-overwritten by the next save. A lock on it keeps two jobs from writing the same checkpoint.
+Writing: everything goes into a new file beside it, `path.<16 random digits>.part`, is flushed to the disk, is read back, and
+takes the name `path` in one step. Whatever happens before that step leaves the old checkpoint as it was. The part is always
+a file that did not exist before: nobody who may write to the folder can plant a link there that we would follow. A lock on
+it says that it is being written; the parts that killed workers have left have none, and the next save removes them.
+
+If `path` is a link, what it points to is replaced and the link stays. Not if somebody else than this user, root or the
+folder's owner has made it: it could lead to any file that this user may write.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
+import re
+import secrets
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import RawIOBase
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from stretto import plain_values
 from stretto.errors import CheckpointError
 
 LABEL = b"stretto sha256 "
 COMMENT_BYTES = len(LABEL) + 64
 TRAILER_BYTES = 2 + COMMENT_BYTES  # a zip archive ends with the length of its comment, in two bytes, and the comment
 PIECE_BYTES = 16 << 20
+MAX_LINKS = 40  # in a row, as in the kernel
+PART = re.compile(r"\.[0-9a-f]{16}\.part")
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Make `path` hold `content`, atomically. Raises what the system raises; the old file is untouched then."""
-    part = path.with_name(path.name + ".part")
-    with _exclusive(part) as file:
+    for name, value in content.items():
+        plain_values.check(value, name)
+    target = _target(path)
+    _remove_left(target)
+    with _new_part(target) as (part, file):
+        torch.save(content, file)
+        _seal(file)
+        file.flush()
+        os.fsync(file.fileno())
+        _check_loadable(part)
+        part.replace(target)
+    _sync_folder(target.parent)
+
+
+def _target(path: Path) -> Path:
+    """Where the links that begin at `path` end."""
+    for _ in range(MAX_LINKS):
         try:
-            torch.save(content, file)
-            _seal(file)
-            file.flush()
-            os.fsync(file.fileno())
-            _check_loadable(part)
-            part.replace(path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-    _sync_folder(path.parent)
+            found = os.lstat(path)
+        except FileNotFoundError:
+            return path
+        if not stat.S_ISLNK(found.st_mode):
+            return path
+        if found.st_uid not in (os.geteuid(), 0, path.parent.stat().st_uid):
+            raise CheckpointError(
+                f"{path} is a link that user {found.st_uid} has put there, to {os.readlink(path)}: whoever may write to this "
+                f"folder could choose which of your files a checkpoint replaces.\n"
+                f"Save to a path in a folder of your own, or to the file itself that you mean."
+            )
+        path = path.parent / os.readlink(path)
+    raise CheckpointError(f"{path} is one of more than {MAX_LINKS} links in a row. Save to the file itself that you mean.")
 
 
 @contextmanager
-def _exclusive(part: Path) -> Iterator[IO[bytes]]:
-    """`part`, empty, and nobody else's."""
-    with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+def _new_part(target: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+    """A file beside `target` that was not there before, locked; it is gone in the end unless it has got another name."""
+    part = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
+    handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with open(handle, "r+b") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno == errno.EWOULDBLOCK:
-                raise CheckpointError(f"{part} is being written by another process. Give each job a path of its own.") from None
-            # a file system without locks: there we do without
-        if not _is_still(file, part):
-            raise CheckpointError(f"{part} was finished by another process just now. Give each job a path of its own.")
-        file.truncate()
-        yield file
+            _lock(file)
+            yield part, file
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
 
-def _is_still(file: IO[bytes], path: Path) -> bool:
-    """Whether `path` names this very file: the one who had the lock before us may have renamed it to its final name."""
+def _lock(file: IO[bytes] | RawIOBase) -> bool:
+    """Whether the file is ours alone now. On a file system without locks nobody knows."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
         return False
+    return True
+
+
+def _remove_left(target: Path) -> None:
+    """Remove what workers that were killed while writing this checkpoint have left."""
+    with suppress(OSError):  # a folder that may not be listed has to be looked after by others
+        names = os.listdir(target.parent)
+        for left in (target.with_name(name) for name in names if PART.fullmatch(name.removeprefix(target.name))):
+            with suppress(OSError):  # it is not ours, or is gone: it is not in the way
+                handle = os.open(left, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                with open(handle, "r+b", buffering=0) as file:
+                    if _lock(file):
+                        left.unlink()
 
 
 def _seal(file: IO[bytes]) -> None:
@@ -89,12 +128,12 @@ def _seal(file: IO[bytes]) -> None:
 
 
 def _check_loadable(path: Path) -> None:
-    """Nothing but tensors and plain values is inside; tensors are mapped, not read."""
+    """What was written can be read; tensors are mapped, not read."""
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(
-            f"something in this checkpoint is neither a tensor nor a plain value, so it could not be loaded safely: {error}\n"
+            f"what was written could not be loaded safely: {error}\n"
             f"Look at `extra` and at the optimizer's state_dict: use numbers, text, None, lists, dicts and tensors."
         ) from None
 

@@ -1,16 +1,22 @@
 """The random generators a training loop draws from, as plain values: torch (CPU and the model's GPUs), `random`, numpy.
 
-Captured and restored per worker, so that dropout and augmentation go on with the very numbers they would have drawn.
+Captured and restored per worker, so that dropout and augmentation go on with the very numbers they would have drawn; or
+set to a known beginning for a while, so that all workers draw the same.
 """
 
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+_ONE_AT_A_TIME = threading.Lock()  # the generators belong to the process: two threads that set them would mix their numbers
 
 
 def capture(model: nn.Module) -> dict[str, Any]:
@@ -38,10 +44,30 @@ def restore(state: dict[str, Any], model: nn.Module) -> list[str]:
     random.setstate((version, tuple(words), gauss))
     if state["numpy"] is None:
         lost.append("random numbers of numpy (its global generator had been exchanged for another kind)")
-    else:
-        words, position, has_gauss, gauss = state["numpy"]
-        np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, has_gauss, gauss))
+    _restore_numpy(state["numpy"])
     return lost
+
+
+@contextmanager
+def seeded(words: Sequence[int], held: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """Inside, the CPU's generators (and those of `held`) begin from `words`; afterwards they go on where they were."""
+    first, *others = np.random.SeedSequence(words).generate_state(1 + len(held), np.uint64).tolist()
+    with _ONE_AT_A_TIME:
+        before = torch.get_rng_state(), random.getstate(), _capture_numpy(), [generator.get_state() for generator in held]
+        try:
+            torch.default_generator.manual_seed(first)  # torch.manual_seed would begin the GPUs' anew as well
+            random.seed(first)
+            if before[2] is not None:
+                np.random.seed(first % 2**32)
+            for generator, word in zip(held, others, strict=True):
+                generator.manual_seed(word)
+            yield
+        finally:
+            torch.set_rng_state(before[0])
+            random.setstate(before[1])
+            _restore_numpy(before[2])
+            for generator, state in zip(held, before[3], strict=True):
+                generator.set_state(state)
 
 
 def _capture_numpy() -> list[Any] | None:
@@ -50,6 +76,12 @@ def _capture_numpy() -> list[Any] | None:
         return None
     inner = state["state"]
     return [inner["key"].tolist(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])]
+
+
+def _restore_numpy(state: list[Any] | None) -> None:
+    if state is not None:
+        words, position, has_gauss, gauss = state
+        np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, has_gauss, gauss))
 
 
 def _gpus(model: nn.Module) -> list[torch.device]:

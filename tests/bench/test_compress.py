@@ -273,7 +273,7 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: Path) -> None:
     found = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=CompressReport)
     assert [(each.size, each.codec) for each in found.rows] == [(16384, "Int8()"), (16384, "PowerSGD(2)")]
     assert found.settings.command.startswith("stretto bench compress --sizes 16K") and found.settings.rates == (50.0,)
-    assert {"torch", "stretto", "python"} <= set(found.machine.versions)
+    assert {"torch", "stretto", "python", "numba"} <= set(found.machine.versions)
 
 
 INSIDE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

@@ -59,7 +59,7 @@ def test_json_has_every_round_the_versions_and_the_machine() -> None:
 
     assert written["rows"][0]["seconds"] == [0.5, 0.4, 0.6]
     assert written["machine"]["processor"] and written["machine"]["cores"] >= 1
-    assert {"stretto", "torch", "python", "pyzmq", "libzmq"} <= set(written["machine"]["versions"])
+    assert {"stretto", "torch", "python", "pyzmq", "libzmq", "numba"} <= set(written["machine"]["versions"])
     assert msgspec.json.decode(as_json(report()), type=Report) == report()
 
 

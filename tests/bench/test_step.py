@@ -49,7 +49,7 @@ def test_all_contenders_take_turns_on_the_same_model_and_every_row_is_written(tm
     assert [row["contender"] for row in report["rows"]] == ["stretto", "DDP", "DDP, views"]
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in report["rows"])
     assert all(row["peak_bytes"] > 2 * row["parameter_bytes"] for row in report["rows"])  # parameters and gradients at least
-    assert {"torch", "stretto", "python"} <= set(report["machine"]["versions"])
+    assert {"torch", "stretto", "python", "numba"} <= set(report["machine"]["versions"])
     assert "python benchmarks/step.py --quick -n 2 --models small" in text
     assert "not judged" in text and "| DDP, views |" in text
 

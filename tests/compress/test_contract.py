@@ -244,6 +244,29 @@ def test_a_warm_up_is_exact_and_then_it_is_not() -> None:
     assert bool(workers.states[0].own.flat(RESIDUAL).any())
 
 
+@pytest.mark.parametrize("stop", range(6))
+def test_a_warm_up_is_resumed_in_any_round(stop: int) -> None:
+    """Around the round in which it changes over: what comes afterwards has the bits of a run that was not stopped."""
+    runs = [Workers(WarmUp(2, ErrorFeedback(Sign())), SHAPES, 3) for _ in range(2)]
+    for number in range(6):
+        grads = [_random(runs[0].layout.num_elements, 9 * number + rank) for rank in range(3)]
+        if number == stop:
+            for rank, old in enumerate(runs[1].states):
+                new = State(runs[1].layout, CPU)
+                new.rounds = old.rounds
+                runs[1].compression.restore(new, old.own.export(), old.shared.export(), rank, 3)
+                runs[1].states[rank] = new
+        assert all(torch.equal(*results) for results in zip(*(run.round(grads) for run in runs), strict=True))
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_warm_up_gives_what_was_remembered_to_the_compression_of_the_next_round(rounds: int) -> None:
+    state = State(Layout.of(SHAPES), CPU)
+    state.rounds = rounds
+    WarmUp(2, ErrorFeedback(Sign())).restore(state, {"a": {RESIDUAL: torch.ones(3, 7)}}, {}, 0, 1)
+    assert bool(state.own.flat(RESIDUAL).any()) == (rounds >= 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stretto.compress import sampled_selection
 from stretto.compress.sampled_selection import at_least, at_least_reference, count_at_least, select_largest
 
 
@@ -68,6 +71,33 @@ def test_the_start_of_the_sample_is_drawn() -> None:
     found = {len(select_largest(values, 100, key=key)) for key in range(20)}
     assert len(found) > 1
     assert torch.equal(select_largest(values, 100, key=7), select_largest(values, 100, key=7))
+
+
+@pytest.mark.parametrize(("n", "k"), [(1 << 16, 655), (1 << 18, 2621), (100_000, 100)])
+def test_the_sample_is_as_large_as_promised_and_meets_all_columns(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is large lies in one column of 64. Every 64th value (of 65,536) would be in that column always or never; then
+    the threshold is far off, and far more is collected, or less, than is asked for."""
+    topk, largest_of = torch.topk, sampled_selection._largest_of
+    sampled: list[int] = []
+    collected: list[int] = []
+
+    def watch_topk(values: Tensor, *arguments: Any, **options: Any) -> Any:
+        sampled.append(len(values))
+        return topk(values, *arguments, **options)
+
+    def watch_largest(values: Tensor, positions: Tensor, k: int) -> Tensor:
+        collected.append(len(positions))
+        monkeypatch.setattr(torch, "topk", topk)  # the sample's comes first
+        return largest_of(values, positions, k)
+
+    monkeypatch.setattr(sampled_selection, "_largest_of", watch_largest)
+    values = vectors("columns", n, 1)
+    for key in range(8):
+        monkeypatch.setattr(torch, "topk", watch_topk)
+        select_largest(values, k, key)
+    wanted = max(0.01 * n, 1024, 8 * n / k)
+    assert len(sampled) == 8 and all(0.95 * wanted < each < 1.05 * wanted for each in sampled)
+    assert all(0.7 * k < each < 2 * k for each in collected)
 
 
 @settings(max_examples=30, deadline=None)

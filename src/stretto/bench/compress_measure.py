@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -131,12 +130,11 @@ def _one_thread() -> Iterator[None]:
 
 
 def _machine() -> Machine:
-    """With the versions of what compiles kernels, where it is there."""
-    machine, versions = describe(), {}
-    for name in ("numba", "triton"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return msgspec.structs.replace(machine, versions=machine.versions | versions)
+    """With the version of what compiles kernels for GPUs, where it is there."""
+    machine = describe()
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        machine.versions["triton"] = metadata.version("triton")
+    return machine
 
 
 def measure_codec(word: str, settings: CompressSettings, field: Field) -> CompressRow:
