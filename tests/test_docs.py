@@ -97,7 +97,7 @@ def environment() -> dict[str, str]:
 def execute(snippet: Snippet, folder: Path, preloaded: Preloaded) -> None:
     workers = next((int(detail) for detail in snippet.details if detail.isdigit()), 0)
     if snippet.is_file:
-        (folder / snippet.details[0]).write_text(snippet.text)
+        (folder / snippet.details[0]).write_text(patched(snippet.text) if snippet.language == "diff" else snippet.text)
     elif workers:  # as under `stretto run -n 2`, which the snippets of the console prove, and quicker
         assert snippet.language == "python", "only python runs in several workers without a command that says so"
         (folder / "snippet.py").write_text(snippet.text)
@@ -111,6 +111,11 @@ def execute(snippet: Snippet, folder: Path, preloaded: Preloaded) -> None:
         assert snippet.language in ("console", "bash"), f"a snippet in {snippet.language!r} cannot be run"
         for command, shown in commands(snippet):
             check_printed(command, shown, folder, fails="fails" in snippet.details)
+
+
+def patched(diff: str) -> str:
+    """What a diff makes of the file it is about."""
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))
 
 
 def check_printed(command: str, shown: list[str], folder: Path, *, fails: bool) -> None:
@@ -164,6 +169,21 @@ def test_the_snippets_that_need_a_library_run_where_it_is_installed(
     for snippet in snippets(page):
         if snippet.is_file or snippet.needs == library:
             execute(snippet, tmp_path, preloaded)
+
+
+@pytest.mark.processes
+def test_the_first_example_of_the_readme_ends_with_the_same_loss_on_one_worker_two_and_four(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
+    example = next(snippet for snippet in snippets(ROOT / "README.md") if snippet.mark)
+    assert example.language == "diff"
+    execute(example, tmp_path, preloaded)
+    losses = []
+    for workers in (0, 2, 4):
+        done = preloaded.run(tmp_path / "train.py", folder=tmp_path, workers=workers)
+        assert done.returncode == 0, done.stderr
+        losses.append(float(done.stdout.removeprefix("loss ")))
+    assert losses == pytest.approx([losses[0]] * 3, rel=0.05) and losses[0] < 0.05
 
 
 @pytest.mark.root
@@ -300,9 +320,9 @@ def test_nobody_is_told_to_install_stretto_from_an_index_that_does_not_have_it(p
     assert not re.search(r"pip install [^`\n]*\bstretto\b", page.read_text())
 
 
-def test_the_measured_rows_of_the_readme_are_those_of_the_committed_results() -> None:
+def test_the_measured_rows_of_the_pages_are_those_of_the_committed_results() -> None:
     """Figures are pasted; this keeps them what was measured."""
-    text = (ROOT / "README.md").read_text()
+    text = "".join(page.read_text() for page in (ROOT / "README.md", ROOT / "docs" / "speed.md"))
     measured = "\n".join(part.split("<!-- end of measured -->")[0] for part in text.split("<!-- measured -->")[1:])
     rows = [line for line in measured.splitlines() if re.search(r"\| (met|\*\*missed\*\*|undecided.*) \|$", line)]
     committed = "\n".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*.md"))
