@@ -7,6 +7,7 @@ no attribute, no operator, no comprehension. Length and depth are bounded, so th
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,9 @@ from stretto.strategy import ANSWERS, Strategy
 
 MAX_CHARACTERS = 4096
 MAX_DEPTH = 8
+
+# CPython 3.11 counts the depth of a syntax tree for the whole process: two threads that parse at once may get a SystemError.
+_one_at_a_time = threading.Lock()
 
 
 def parse(text: str, *, extra: Mapping[str, Callable[..., Any]] | None = None) -> Strategy:
@@ -31,7 +35,8 @@ def parse(text: str, *, extra: Mapping[str, Callable[..., Any]] | None = None) -
         raise ConfigurationError(f"a strategy of {len(text)} characters: at most {MAX_CHARACTERS} are read.")
     known = {**_names(), **(extra or {})}
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with _one_at_a_time:
+            tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as problem:
         raise _unreadable(text, f"it is not an expression ({problem})") from None
     value = _value(tree, known, text, MAX_DEPTH)
