@@ -354,7 +354,7 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
         raise ConfigurationError(f"wire={wire!r} is not known. Write one of {', '.join(map(repr, WIRES))}.")
     backend = wire if wire in ("gloo", "nccl") else None
     if launch.world_size == 1:
-        return Job(launch, introduce(launch, "", timeouts), None, timeouts, backend)
+        return Job(launch, introduce(launch, "", timeouts).peers, None, timeouts, backend)
     if launch.encrypt and wire not in ("auto", "zeromq"):
         raise ConfigurationError(
             f'wire="{wire}" does not encrypt, and this job spans several hosts, where encryption is on.\n'
@@ -363,13 +363,13 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
     launch = settle(launch, timeouts)
     ours = _make_wire(launch, timeouts, wire)
     try:
-        peers = introduce(launch, ours.address, timeouts)
-        ours.connect(peers)
+        table = introduce(launch, ours.address, timeouts)
+        ours.connect(table.peers, table.nonce)
     except BaseException:
         ours.abandon()
         raise
     whole = ours if backend is None else _through_torch(backend, ours, timeouts)
-    return Job(launch, peers, whole, timeouts, backend)
+    return Job(launch, table.peers, whole, timeouts, backend)
 
 
 def _make_wire(launch: Launch, timeouts: Timeouts, wire: WireName) -> TcpWire | ZeroMQWire:
@@ -378,7 +378,7 @@ def _make_wire(launch: Launch, timeouts: Timeouts, wire: WireName) -> TcpWire | 
     host, _ = local_address(launch)
     common: dict[str, Any] = {"secret": launch.secret, "bind": host, "timeouts": timeouts}
     if launch.encrypt or wire == "zeromq":
-        return ZeroMQWire(launch.rank, launch.world_size, encrypt=launch.encrypt, **common)
+        return ZeroMQWire(launch.rank, launch.world_size, **common)
     return TcpWire(launch.rank, launch.world_size, write_in_thread=_processors_to_spare(launch), **common)
 
 

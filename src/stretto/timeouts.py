@@ -15,7 +15,7 @@ class Timeouts:
     field           default  what happens then
     ==============  =======  ==============================================================
     `connect_s`         60   forming the job: `JobError` that says who is missing
-    `silence_s`         10   no heartbeat from a peer: it is lost (`PeerLost`)
+    `silence_s`         30   nothing, not even a heartbeat, from a peer: it is lost (`PeerLost`)
     `warn_s`            30   a warning "still waiting for rank k", then again every `warn_s`
     `arrive_s`         600   a peer that is alive did not arrive: `WireTimeout`
     `leave_s`            5   saying goodbye at shutdown
@@ -26,7 +26,7 @@ class Timeouts:
     """
 
     connect_s: float = 60.0
-    silence_s: float = 10.0
+    silence_s: float = 30.0
     warn_s: float = 30.0
     arrive_s: float = 600.0
     leave_s: float = 5.0
@@ -51,7 +51,7 @@ class Timeouts:
         seconds = float(seconds)
         return cls(
             connect_s=max(10.0, min(60.0, seconds)),
-            silence_s=max(0.5, min(10.0, seconds)),
+            silence_s=max(0.5, min(30.0, seconds)),
             warn_s=max(0.5, min(30.0, seconds / 2)),
             arrive_s=seconds,
         )

@@ -51,12 +51,12 @@ def coordinator(world_size: int, *options: str) -> Iterator[tuple[subprocess.Pop
 
 
 @contextlib.contextmanager
-def dealer(address: str, encrypted: bool = False) -> Iterator[zmq.Socket[bytes]]:
+def dealer(address: str) -> Iterator[zmq.Socket[bytes]]:
     """A peer that knows the secret, and may say anything."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
         connection.linger = 0
         connection.rcvtimeo = connection.sndtimeo = 30_000
-        secure_client(connection, SECRET, encrypted)
+        secure_client(connection, SECRET)
         connection.connect(f"tcp://{address}")
         yield connection
 
@@ -78,7 +78,7 @@ def answer(connection: zmq.Socket[bytes]) -> FromCoordinator:
 
 
 def join_of(rank: int, size: int, address: str) -> Join:
-    return Join(rank, size, rank, host_identity(), "lo", address, os.getpid(), f"t{rank}", 20.0)
+    return Join(rank, size, rank, host_identity(), "lo", address, os.getpid(), "", False, f"t{rank}", 20.0)
 
 
 def test_a_worker_joins_leaves_and_the_coordinator_ends_by_itself() -> None:

@@ -645,8 +645,8 @@ MEET = """
     from stretto.timeouts import Timeouts
     launch = detect(os.environ)
     listener = socket.create_server((local_address(launch)[0], 0))
-    peers = introduce(launch, "%s:%d" % listener.getsockname()[:2], Timeouts.of(60))
-    print("met", sorted(peer.rank for peer in peers))
+    table = introduce(launch, "%s:%d" % listener.getsockname()[:2], Timeouts.of(60))
+    print("met", sorted(peer.rank for peer in table.peers))
     farewell(launch)
 """
 
