@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -107,12 +106,11 @@ def test_a_worker_that_was_stopped_itself_does_not_take_the_others_for_dead() ->
 BESIDE = """
 import ctypes, sys, time
 sys.path[:0] = sys.argv[1:2]
-from types import SimpleNamespace
-from stretto.wire.pulse import Pulse
+from stretto.wire.pulse import Acquaintance, Pulse
 
 pulse = Pulse(1, "127.0.0.1", bytes(32), silence_s=1.0)
 port = sys.stdin.readline().strip()
-pulse.meet({0: SimpleNamespace(address="127.0.0.1:1", greeting=port.encode())}, time.monotonic() + 60)
+pulse.meet({0: Acquaintance("127.0.0.1:1", port.encode())}, time.monotonic() + 60)
 print("met", flush=True)
 ctypes.PyDLL(None).poll(None, 0, int(sys.stdin.readline()))  # keeps the interpreter lock for so many milliseconds
 print("back", flush=True)
@@ -128,7 +126,7 @@ def test_a_process_that_holds_the_interpreter_lock_has_a_pulse_and_one_that_is_s
     try:
         process.stdin.write(pulse.greeting.decode() + "\n")
         process.stdin.flush()
-        pulse.meet({1: SimpleNamespace(address="127.0.0.1:1", greeting=b"")}, time.monotonic() + 60)
+        pulse.meet({1: pulse_module.Acquaintance("127.0.0.1:1", b"")}, time.monotonic() + 60)
         assert process.stdout.readline() == "met\n"
         process.stdin.write("1500\n")
         process.stdin.flush()

@@ -124,6 +124,7 @@ def test_a_peer_of_another_host_is_lost_when_it_is_silent_and_has_no_pulse_eithe
     with caplog.at_level(logging.WARNING, "stretto.wire"), world_with_a_rogue(tcp(timeouts=quick)) as wires:
         rogue = wires[ROGUE]
         assert isinstance(rogue, TcpWire) and rogue._pulse is not None
+        pulse = rogue._pulse
 
         def program(wire: FramedWire) -> None:
             meeting = Meeting(wire)
@@ -133,7 +134,7 @@ def test_a_peer_of_another_host_is_lost_when_it_is_silent_and_has_no_pulse_eithe
             assert not wire.lost and not handle.done
             meeting(ROGUE)
             if wire.rank == 0:
-                rogue._pulse.close()
+                pulse.close()
             with pytest.raises(PeerLost, match="silent") as caught:
                 wait_for(wire, handle)
             assert caught.value.rank == ROGUE

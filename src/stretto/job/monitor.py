@@ -21,9 +21,9 @@ class Report(NamedTuple):
 
 def open_monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     """The socket from which reports about `socket` can be read. End it with `socket.disable_monitor()` and its own `close`."""
-    address = f"inproc://stretto.monitor-{socket.getsockopt(zmq.FD)}"
+    address = f"inproc://stretto.monitor-{int(socket.getsockopt(zmq.FD))}"
     socket.monitor(address, events)
-    monitor = socket.context.socket(zmq.PAIR)
+    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.setsockopt(zmq.RCVHWM, 0)  # of the two ends of such a queue one without a limit is enough
     monitor.connect(address)

@@ -16,20 +16,20 @@ decides alone.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import struct
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
 
 from stretto.job.hosts import join_address, split_address
 from stretto.job.zap import ZapHandler, secure_client, secure_server
 from stretto.wire.door import HANDSHAKE_S, hide, listen
-from stretto.wire.framed import Connection, log
 
 BEATS: Final = 10  # heartbeats within `silence_s`
 MEET_S: Final = 10.0
@@ -40,6 +40,16 @@ ESTABLISHED: Final = 1
 TCP_INFO_BYTES: Final = 60
 STATE: Final = struct.Struct("<B")  # at 0 in the kernel's struct tcp_info
 LAST_DATA_RECV: Final = struct.Struct("<52xI")  # milliseconds since data last came in
+
+
+log = logging.getLogger("stretto.wire")
+
+
+class Acquaintance(NamedTuple):
+    """What is known of a peer whose greeting has come."""
+
+    address: str
+    greeting: bytes  # of its own `Pulse`
 
 
 class Pulse:
@@ -73,7 +83,7 @@ class Pulse:
         made.setsockopt(zmq.RECONNECT_IVL, -1)
         return made
 
-    def meet(self, peers: Mapping[int, Connection], deadline: float) -> None:
+    def meet(self, peers: Mapping[int, Acquaintance], deadline: float) -> None:
         """Connect to these peers, all of which do the same now."""
         awaited = set(peers)
         poller = zmq.Poller()
@@ -100,7 +110,7 @@ class Pulse:
                 "longer than %g s will count as lost", self._rank, min(awaited), self._silence_s,
             )  # fmt: skip
 
-    def _call(self, rank: int, peer: Connection) -> zmq.Socket[bytes]:
+    def _call(self, rank: int, peer: Acquaintance) -> zmq.Socket[bytes]:
         dealer = self._socket(zmq.DEALER)
         dealer.setsockopt(zmq.ROUTING_ID, RANK.pack(self._rank))
         secure_client(dealer, self._secret)

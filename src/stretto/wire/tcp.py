@@ -42,7 +42,7 @@ from stretto.wire.door import HANDSHAKE_S
 from stretto.wire.framed import TOPIC_HELLO, TRY_EVERY_S, Connection, Expected, FramedWire, log
 from stretto.wire.frames import FrameKind, Header
 from stretto.wire.handshake import handshake_key, introduce_ourselves
-from stretto.wire.pulse import Pulse
+from stretto.wire.pulse import Acquaintance, Pulse
 from stretto.wire.tcp_writer import Writer
 
 READ_AHEAD_BYTES = 64 << 10
@@ -210,7 +210,8 @@ class TcpWire(FramedWire):
                 raise self._give_up([peer for peer in peers if peer.rank != self.rank], "no greeting came back")
             self.progress(0.2)
         if self._pulse is not None:
-            self._pulse.meet({rank: self._connections[rank] for rank in far if rank not in self.lost}, deadline)
+            known = [self._connections[rank] for rank in far if rank not in self.lost]
+            self._pulse.meet({each.rank: Acquaintance(each.address, each.greeting) for each in known}, deadline)
 
     # -- what every framed wire needs from its transport --------------------------------------------------------------
 
