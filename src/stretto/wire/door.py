@@ -247,6 +247,12 @@ def listen(rank: int, host: str, port: int) -> socket.socket:
     return listener
 
 
+def can_hide() -> bool:
+    """Whether this kernel lets this user `hide` a port."""
+    with socket.socket() as probe:
+        return hide(probe)
+
+
 def hide(listener: socket.socket) -> bool:
     """Let nobody connect to `listener` any more, without closing it. False where the kernel does not allow that (before 5.7)."""
     try:

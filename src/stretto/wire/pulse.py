@@ -9,8 +9,8 @@ When bytes last came in is asked of the kernel (TCP_INFO), which knows it whethe
 call for a peer that has been silent on its main connection, and two packets a pair every few seconds otherwise.
 
 The higher rank connects to a port that the lower one has named in its greeting; the connection is secured with the job's keys,
-and the port is hidden when all have come. A pair that does not manage to connect has no pulse, and the main connection's silence
-decides alone.
+and the port is hidden when all have come (where the kernel cannot do that, before 5.7, there are no pulses). A pair that does
+not manage to connect has no pulse, and the main connection's silence decides alone.
 """
 
 from __future__ import annotations

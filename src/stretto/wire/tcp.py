@@ -38,7 +38,7 @@ from stretto.job.secret import job_secret
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.base import Handle
-from stretto.wire.door import HANDSHAKE_S
+from stretto.wire.door import HANDSHAKE_S, can_hide
 from stretto.wire.framed import TOPIC_HELLO, TRY_EVERY_S, Connection, Expected, FramedWire, log
 from stretto.wire.frames import FrameKind, Header
 from stretto.wire.handshake import handshake_key, introduce_ourselves
@@ -199,7 +199,7 @@ class TcpWire(FramedWire):
     def _greet(self, peers: Sequence[Peer], mine: Peer, secret: bytes, deadline: float) -> None:
         """Exchange greetings with everybody, and give a pulse to those that cannot be looked up in /proc."""
         far = [connection.rank for connection in self._connections.values() if not connection.near]
-        if far:
+        if far and can_hide():  # a second port that stays open would be one more for strangers to crowd
             host, _ = split_address(mine.address)
             self._pulse = Pulse(self.rank, host, secret, self.timeouts.silence_s)
         for rank in self._connections:
