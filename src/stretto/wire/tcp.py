@@ -210,7 +210,7 @@ class TcpWire(FramedWire):
                 raise self._give_up([peer for peer in peers if peer.rank != self.rank], "no greeting came back")
             self.progress(0.2)
         if self._pulse is not None:
-            known = [self._connections[rank] for rank in far if rank not in self.lost]
+            known = [self._connections[rank] for rank in far if rank not in self.lost and self._connections[rank].greeting]
             self._pulse.meet({each.rank: Acquaintance(each.address, each.greeting) for each in known}, deadline)
 
     # -- what every framed wire needs from its transport --------------------------------------------------------------
