@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -194,6 +195,21 @@ def test_an_address_that_answers_is_reachable_and_a_closed_port_is_not() -> None
     with listener() as open_port:
         assert why_unreachable(open_port, 30.0) is None
     assert "refused" in str(why_unreachable(open_port, 30.0))
+
+
+def test_an_address_is_tried_again_while_strangers_have_all_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, crowded = socket.create_connection, [errno.EMFILE, errno.ENFILE]
+
+    def sometimes(address: tuple[str, int], timeout: float) -> socket.socket:
+        if crowded:
+            raise OSError(crowded.pop(), "by request of the test")
+        return connect(address, timeout=timeout)
+
+    with listener() as open_port:
+        monkeypatch.setattr(socket, "create_connection", sometimes)
+        assert why_unreachable(open_port, 30.0) is None and not crowded
+        crowded += [errno.EMFILE]
+        assert why_unreachable(open_port, 0.0) == "by request of the test" and not crowded
 
 
 def test_a_coordinator_that_is_told_to_stop_closes_its_port() -> None:

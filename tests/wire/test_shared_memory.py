@@ -71,6 +71,7 @@ def test_no_message_lies_where_another_is_still_to_be_read(steps: list[tuple[boo
             data = bytes([number]) * num_bytes
             slot = outbox.put(memoryview(data))
             if slot is not None:
+                assert slot not in there
                 there[slot] = data
             elif not there:
                 raise AssertionError(f"no room for {num_bytes} bytes in an empty outbox")

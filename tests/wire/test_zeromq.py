@@ -126,6 +126,7 @@ def test_a_message_over_the_limit_is_not_let_in_and_its_sender_is_lost() -> None
             assert caught.value.rank == ROGUE
 
         assert peak_memory_grows_by(hear) < 64 << 20
+        assert "its connection broke" in wires[0].lost[ROGUE].reason  # and nobody looked at what it had sent
 
 
 @pytest.mark.parametrize("num_bytes", [PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES + 5])
