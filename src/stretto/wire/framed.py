@@ -17,19 +17,17 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from stretto.errors import ConfigurationError, FrameError, PeerLost, UnreachableError, WireError
-from stretto.job.hosts import split_address
+from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
 from stretto.job.membership import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
+from stretto.wire.awaited import Awaited
 from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, Tag, Wire
 from stretto.wire.door import MAX_STRANGERS, Door
 from stretto.wire.frames import FrameKind, Header
 from stretto.wire.shared_memory import Allowance, Answer, Inbox, Offer, Outbox, folder
 
 SHARED_FROM_BYTES = 16 << 10
-TRY_EVERY_S = 0.5  # while the job is being formed: whether the port of a peer that is awaited still answers
-TRY_S = 0.25
 MAX_UNHEARD = 10_000  # control messages kept for a listener that is still to come
 
 TOPIC_HELLO = 0
@@ -116,8 +114,7 @@ class FramedWire(Wire):
         self.address = self._door.address
         self._secret = secret
         self._allowance = Allowance()  # measured before any worker of this job has taken some
-        self._next_try = 0.0
-        self._tries = 0
+        self._awaited = Awaited(rank, self.timeouts.connect_s)
         self._generation = generation
         self._shared_memory = shared_memory
         self._sent = 0
@@ -446,37 +443,6 @@ class FramedWire(Wire):
                 f"rank {apart[0]} is on this host but in another PID namespace (a container of its own), so there is no shared "
                 f"memory towards it; using sockets, which is slower. Let the containers share one (docker run --pid)"
             )
-
-    def _try_awaited(self, awaited: Sequence[Peer]) -> None:
-        """Find out whether a peer that was there when the workers met has ended since. Its port is open until all have
-        connected, so that a refused connection means that its process has ended. One is tried at a time, every TRY_EVERY_S."""
-        now = self.now()
-        if not awaited or now < self._next_try:
-            return
-        self._next_try = now + TRY_EVERY_S
-        self._tries += 1
-        peer = awaited[self._tries % len(awaited)]
-        try:
-            socket.create_connection(split_address(peer.address), timeout=TRY_S).close()
-        except ConnectionRefusedError:
-            raise self._gone(peer) from None
-        except OSError:
-            pass  # no answer, or none yet: the deadline decides
-
-    def _gone(self, peer: Peer) -> PeerLost:
-        return PeerLost(
-            peer.rank,
-            f"nobody listens at {peer.address} any more (it has ended or given up since the workers met, or a firewall "
-            f"rejects connections from here)",
-        )
-
-    def _give_up(self, awaited: Sequence[Peer], why: str) -> UnreachableError:
-        listing = ", ".join(f"rank {peer.rank} at {peer.address}" for peer in awaited)
-        return UnreachableError(
-            f"rank {self.rank} could not reach {listing} within {self.timeouts.connect_s:g} s ({why}).\n"
-            f"A firewall may block the port, or the worker publishes an interface that is not routed here: "
-            f"set STRETTO_INTERFACE on that host to the interface (or address) the others can reach."
-        )
 
     # -- peers that go ------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from stretto.job.zap import ZapHandler, secure_client, secure_server
 from stretto.wire.door import HANDSHAKE_S, hide, listen
 
 BEATS: Final = 10  # heartbeats within `silence_s`
-MEET_S: Final = 10.0
+MEET_S: Final = 5.0
 MAX_MESSAGE_BYTES: Final = 1024  # ZeroMQ's own handshake; ours has 4
 MAX_ZEROS: Final = 4
 RANK: Final = struct.Struct("<I")

@@ -37,9 +37,10 @@ from stretto.job.membership import Peer
 from stretto.job.secret import job_secret
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
+from stretto.wire.awaited import TRY_EVERY_S
 from stretto.wire.base import Handle
 from stretto.wire.door import HANDSHAKE_S, can_hide
-from stretto.wire.framed import TOPIC_HELLO, TRY_EVERY_S, Connection, Expected, FramedWire, log
+from stretto.wire.framed import TOPIC_HELLO, Connection, Expected, FramedWire, log
 from stretto.wire.frames import FrameKind, Header
 from stretto.wire.handshake import handshake_key, introduce_ourselves
 from stretto.wire.pulse import Acquaintance, Pulse
@@ -167,24 +168,24 @@ class TcpWire(FramedWire):
                     connection.close()
                     raise
             except ConnectionRefusedError:
-                raise self._gone(peer) from None
+                raise self._awaited.gone(peer) from None
             except OSError as error:
                 if self.now() > deadline:
-                    raise self._give_up([peer], str(error)) from error
+                    raise self._awaited.unreachable([peer], str(error)) from error
                 threading.Event().wait(RETRY_S)  # strangers crowd its port, or a route is just coming up
 
     def _await_higher_ranks(self, peers: Sequence[Peer], mine: Peer, deadline: float) -> None:
-        awaited = {peer.rank: peer for peer in peers if peer.rank > self.rank}
-        while awaited:
+        missing = {peer.rank: peer for peer in peers if peer.rank > self.rank}
+        while missing:
             try:
                 rank, connection = self._door.arrived.get(timeout=TRY_EVERY_S)
             except queue.Empty:
-                self._try_awaited(list(awaited.values()))
+                self._awaited.try_one(list(missing.values()), self.now())
                 if self.now() > deadline:
-                    raise self._give_up(list(awaited.values()), "it did not connect") from None
+                    raise self._awaited.unreachable(list(missing.values()), "it did not connect") from None
                 continue
-            if rank in awaited:
-                self._adopt(awaited.pop(rank), mine, connection)
+            if rank in missing:
+                self._adopt(missing.pop(rank), mine, connection)
             else:
                 connection.close()
 
@@ -207,7 +208,7 @@ class TcpWire(FramedWire):
         while not all(connection.greeted for connection in self._connections.values()):
             self._raise_if_lost()
             if self.now() > deadline:
-                raise self._give_up([peer for peer in peers if peer.rank != self.rank], "no greeting came back")
+                raise self._awaited.unreachable([peer for peer in peers if peer.rank != self.rank], "no greeting came back")
             self.progress(0.2)
         if self._pulse is not None:
             known = [self._connections[rank] for rank in far if rank not in self.lost and self._connections[rank].greeting]

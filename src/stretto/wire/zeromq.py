@@ -119,7 +119,8 @@ class ZeroMQWire(FramedWire):
         while not all(connection.greeted and connection.connected for connection in self._connections.values()):
             self._raise_if_lost()
             # A peer hides its port when it has our greeting, so only those may be tried that we are not connected to.
-            self._try_awaited([peer for peer in peers if peer.rank != self.rank and not self._connections[peer.rank].connected])
+            apart = [peer for peer in peers if peer.rank != self.rank and not self._connections[peer.rank].connected]
+            self._awaited.try_one(apart, self.now())
             if self.now() > deadline:
                 raise self._give_up_some(peers)
             self.progress(0.2)
@@ -171,7 +172,7 @@ class ZeroMQWire(FramedWire):
         missing = {each.rank: each for each in self._connections.values() if not (each.greeted and each.connected)}
         hung_up = any(each.hung_up for each in missing.values())
         why = "somebody answers there, and does not know this job's secret" if hung_up else "no answer"
-        return self._give_up([peer for peer in peers if peer.rank in missing], why)
+        return self._awaited.unreachable([peer for peer in peers if peer.rank in missing], why)
 
     # -- what every framed wire needs from its transport --------------------------------------------------------------
 
