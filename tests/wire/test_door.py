@@ -12,10 +12,14 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from stretto.testing import run_threads
 from stretto.wire import door as door_module
 from stretto.wire.door import Door, hide, listen
 from stretto.wire.handshake import handshake_key, introduce_ourselves
-from wire.socket_world import background, wait_until
+from stretto.wire.tcp import TcpWire
+from stretto.wire.zeromq import ZeroMQWire
+from wire.contract import exchange_once
+from wire.socket_world import background, socket_world, wait_until
 
 KEY = handshake_key(bytes(32))
 
@@ -142,6 +146,17 @@ def _as(user: str, action: Callable[[], bool]) -> bool:
             os.setresuid(65534, 65534, 65534)
         os._exit(0 if action() else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("kind", [TcpWire, ZeroMQWire])
+def test_workers_connect_over_ipv6_as_well(kind: type[TcpWire] | type[ZeroMQWire]) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with socket_world(2, lambda rank, size: kind(rank, size, secret=bytes(32), bind="::1"), hosts=["here", "there"]) as wires:
+        assert wires[0].address.startswith("[::1]:")
+        run_threads(2, exchange_once, wires=wires)
 
 
 def test_who_takes_over_gets_a_port_that_listens_and_nobody_waits_at_it() -> None:
