@@ -123,6 +123,7 @@ class _Introduction:
         self.token = secrets.token_hex(8)
         self.address = address
         self.connected = False
+        self.handshake_failed = False  # on the connection that is about to be closed
         self.refused_since: float | None = None  # the first handshake that failed after the last that did not
         self.missing: list[int] | None = None
         self.refused = ""  # strangers that the coordinator turned away: perhaps the missing ones
@@ -166,11 +167,16 @@ class _Introduction:
             self.visit.send(self._join())
         elif event == zmq.EVENT_DISCONNECTED and self.connected:
             self.connected = False
-        elif event & _FAILED or event == zmq.EVENT_DISCONNECTED:  # the latter: hung up before the handshake was over
+        elif event & _FAILED:
+            self.handshake_failed = True
             if self.refused_since is None:
                 self.refused_since = time.monotonic()
             elif time.monotonic() - self.refused_since >= REFUSED_S:
                 _explain_failed_handshake(self.launch)
+        elif event == zmq.EVENT_DISCONNECTED:
+            if not self.handshake_failed:  # the other side does not speak ZeroMQ's protocol, and ZeroMQ does not try again
+                _explain_failed_handshake(self.launch)
+            self.handshake_failed = False
 
     def _join(self) -> Join:
         remaining = max(0.01, self.deadline - time.monotonic())
