@@ -426,7 +426,7 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
     check_wire(wire)
     backend = wire if wire in ("gloo", "nccl") else None
     if launch.world_size == 1:
-        job = Job(launch, introduce(launch, "", timeouts), None, timeouts, backend)
+        job = Job(launch, introduce(launch, "", timeouts).peers, None, timeouts, backend)
         job.wire_names |= {wire} if backend else {"tcp", "zeromq"}  # nothing travels
         return job
     if launch.encrypt and wire not in ("auto", "zeromq"):
@@ -437,13 +437,13 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
     launch = settle(launch, timeouts)
     ours = _make_wire(launch, timeouts, wire)
     try:
-        peers = introduce(launch, ours.address, timeouts)
-        ours.connect(peers)
+        table = introduce(launch, ours.address, timeouts)
+        ours.connect(table.peers, table.nonce)
     except BaseException:
         ours.abandon()
         raise
     whole = ours if backend is None else _through_torch(backend, ours, timeouts)
-    job = Job(launch, peers, whole, timeouts, backend)
+    job = Job(launch, table.peers, whole, timeouts, backend)
     job.wire_names |= {backend or ("tcp" if isinstance(ours, TcpWire) else "zeromq")}
     return job
 
@@ -454,7 +454,7 @@ def _make_wire(launch: Launch, timeouts: Timeouts, wire: WireName) -> TcpWire | 
     host, _ = local_address(launch)
     common: dict[str, Any] = {"secret": launch.secret, "bind": host, "timeouts": timeouts}
     if launch.encrypt or wire == "zeromq":
-        return ZeroMQWire(launch.rank, launch.world_size, encrypt=launch.encrypt, **common)
+        return ZeroMQWire(launch.rank, launch.world_size, **common)
     return TcpWire(launch.rank, launch.world_size, write_in_thread=_processors_to_spare(launch), **common)
 
 

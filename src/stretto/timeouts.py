@@ -16,7 +16,7 @@ class Timeouts:
     ==============  =======  ==============================================================
     `meet_s`           600   the workers meet at the rendezvous: `JobError` that says who is missing
     `connect_s`         60   all have met, and connect to each other: `UnreachableError`
-    `silence_s`         10   no heartbeat from a peer: it is lost (`PeerLost`)
+    `silence_s`         30   nothing, not even a heartbeat, from a peer: it is lost (`PeerLost`)
     `warn_s`            30   a warning "still waiting for rank k", then again every `warn_s`
     `arrive_s`         600   a peer that is alive did not arrive: `WireTimeout`
     `leave_s`            5   saying goodbye at shutdown
@@ -28,7 +28,7 @@ class Timeouts:
 
     meet_s: float = 600.0
     connect_s: float = 60.0
-    silence_s: float = 10.0
+    silence_s: float = 30.0
     warn_s: float = 30.0
     arrive_s: float = 600.0
     leave_s: float = 5.0
@@ -54,7 +54,7 @@ class Timeouts:
         return cls(
             meet_s=max(10.0, seconds),
             connect_s=max(10.0, seconds),
-            silence_s=max(0.5, min(10.0, seconds)),
+            silence_s=max(0.5, min(30.0, seconds)),
             warn_s=max(0.5, min(30.0, seconds / 2)),
             arrive_s=seconds,
         )

@@ -26,7 +26,7 @@ def script_of(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    "name", ["all_reduce", "before_after", "compress", "compress_gpu", "compress_loss", "compress_step", "step"]
+    "name", ["all_reduce", "before_after", "compress", "compress_gpu", "compress_loss", "compress_step", "step", "strangers"]
 )
 def test_help_is_printed(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     script = script_of(name, monkeypatch)
@@ -42,7 +42,7 @@ def test_a_cpu_is_never_measured_as_a_gpu(name: str, monkeypatch: pytest.MonkeyP
         script_of(name, monkeypatch).main(["--device", "cuda", "--rounds", "1"])
 
 
-@pytest.mark.parametrize("name", ["compress_step", "step"])
+@pytest.mark.parametrize("name", ["compress_step", "step", "strangers"])
 def test_no_rounds_are_nothing_to_report(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="nothing to report"):
         script_of(name, monkeypatch).main(["--rounds", "0"])

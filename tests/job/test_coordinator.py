@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -51,12 +52,12 @@ def coordinator(world_size: int, *options: str) -> Iterator[tuple[subprocess.Pop
 
 
 @contextlib.contextmanager
-def dealer(address: str, encrypted: bool = False) -> Iterator[zmq.Socket[bytes]]:
+def dealer(address: str) -> Iterator[zmq.Socket[bytes]]:
     """A peer that knows the secret, and may say anything."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
         connection.linger = 0
         connection.rcvtimeo = connection.sndtimeo = 30_000
-        secure_client(connection, SECRET, encrypted)
+        secure_client(connection, SECRET)
         connection.connect(f"tcp://{address}")
         yield connection
 
@@ -78,7 +79,7 @@ def answer(connection: zmq.Socket[bytes]) -> FromCoordinator:
 
 
 def join_of(rank: int, size: int, address: str) -> Join:
-    return Join(rank, size, rank, host_identity(), "lo", address, os.getpid(), f"t{rank}", 20.0)
+    return Join(rank, size, rank, host_identity(), "lo", address, os.getpid(), "", False, f"t{rank}", 20.0)
 
 
 def test_a_worker_joins_leaves_and_the_coordinator_ends_by_itself() -> None:
@@ -194,6 +195,21 @@ def test_an_address_that_answers_is_reachable_and_a_closed_port_is_not() -> None
     with listener() as open_port:
         assert why_unreachable(open_port, 30.0) is None
     assert "refused" in str(why_unreachable(open_port, 30.0))
+
+
+def test_an_address_is_tried_again_while_strangers_have_all_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, crowded = socket.create_connection, [errno.EMFILE, errno.ENFILE]
+
+    def sometimes(address: tuple[str, int], timeout: float) -> socket.socket:
+        if crowded:
+            raise OSError(crowded.pop(), "by request of the test")
+        return connect(address, timeout=timeout)
+
+    with listener() as open_port:
+        monkeypatch.setattr(socket, "create_connection", sometimes)
+        assert why_unreachable(open_port, 30.0) is None and not crowded
+        crowded += [errno.EMFILE]
+        assert why_unreachable(open_port, 0.0) == "by request of the test" and not crowded
 
 
 def test_a_coordinator_that_is_told_to_stop_closes_its_port() -> None:

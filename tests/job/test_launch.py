@@ -685,8 +685,8 @@ MEET = """
     from stretto.timeouts import Timeouts
     launch = detect(os.environ)
     listener = socket.create_server((local_address(launch)[0], 0))
-    peers = introduce(launch, "%s:%d" % listener.getsockname()[:2], Timeouts.of(60))
-    print("met", sorted(peer.rank for peer in peers))
+    table = introduce(launch, "%s:%d" % listener.getsockname()[:2], Timeouts.of(60))
+    print("met", sorted(peer.rank for peer in table.peers))
     farewell(launch)
 """
 
@@ -789,7 +789,7 @@ MEET_AGAIN = """
     introducing._Introduction._hear = hear_and_mark
     launch = detect(os.environ)
     listener = socket.create_server((local_address(launch)[0], 0))
-    peers = introducing.introduce(launch, "%s:%d" % listener.getsockname()[:2], Timeouts(meet_s=50))
+    peers = introducing.introduce(launch, "%s:%d" % listener.getsockname()[:2], Timeouts(meet_s=50)).peers
     print("met", sorted(peer.rank for peer in peers), "in attempt", attempt, flush=True)
     if attempt == 0:
         if rank == 1: sys.exit(3)

@@ -26,17 +26,22 @@ from stretto.job.membership import (
 )  # fmt: skip
 
 HOST, ELSEWHERE = "alpha/11", "beta/22"
+NONCE = b"drawn by the coordinator"
 
 
 def join_of(
     rank: int, size: int, token: str = "", *, host: str = HOST, address: str = "", patience_s: float = 10,
-    local_rank: int | None = None, restart: int = 0,
+    local_rank: int | None = None, restart: int = 0, encrypted: bool = True,
 ) -> Join:  # fmt: skip
     return Join(
         rank=rank, world_size=size, local_rank=rank if local_rank is None else local_rank, host=host, interface="eth1",
         pid=1000 + rank, address=address or f"10.0.0.{rank + 1}:4242", token=token or f"t{rank}", patience_s=patience_s,
-        restart=restart,
+        pid_namespace="4026531836", encrypted=encrypted, restart=restart,
     )  # fmt: skip
+
+
+def membership_of(size: int) -> Membership:
+    return Membership(size, HOST, encrypted=True, nonce=NONCE)
 
 
 def name(rank: int) -> bytes:
@@ -48,7 +53,7 @@ def messages(actions: list[Action]) -> dict[bytes, object]:
 
 
 def joined(size: int, *ranks: int) -> Membership:
-    membership = Membership(size, HOST)
+    membership = membership_of(size)
     for rank in ranks:
         membership.join(name(rank), join_of(rank, size), now=0.0)
     return membership
@@ -61,7 +66,7 @@ def refusal(actions: list[Action], to: bytes) -> Refused:
 
 
 def test_a_first_worker_is_told_who_is_missing_and_its_address_is_checked() -> None:
-    actions = Membership(3, HOST).join(name(1), join_of(1, 3), now=0.0)
+    actions = membership_of(3).join(name(1), join_of(1, 3), now=0.0)
 
     assert actions == [Send(name(1), Waiting([0, 2])), Check(1, "t1", "10.0.0.2:4242")]
 
@@ -74,8 +79,8 @@ def test_the_table_goes_to_all_when_all_have_joined_and_answer(size: int) -> Non
 
     sent = messages(membership.reachable(size - 1, f"t{size - 1}"))
 
-    peers = [Peer(rank, rank, HOST, f"10.0.0.{rank + 1}:4242", 1000 + rank) for rank in range(size)]
-    assert sent == {name(rank): Table(peers) for rank in range(size)}
+    peers = [Peer(rank, rank, HOST, f"10.0.0.{rank + 1}:4242", 1000 + rank, "4026531836") for rank in range(size)]
+    assert sent == {name(rank): Table(peers, NONCE) for rank in range(size)}
     assert membership.phase is Phase.FORMED
 
 
@@ -91,7 +96,8 @@ def test_a_second_worker_with_a_taken_rank_is_told_who_has_it_and_the_first_is_l
 
 
 def test_while_the_job_forms_restarted_workers_replace_all_that_their_launcher_had_started_before() -> None:
-    membership = Membership(4, HOST)  # nodes of two workers; rank 2 of the second one never came, and rank 3 was ended with it
+    # Two nodes of two workers: rank 2 of the second one never came, and rank 3 was ended with it.
+    membership = Membership(4, HOST, encrypted=True, nonce=NONCE)
     for rank in (0, 1, 3):
         membership.join(name(rank), join_of(rank, 4, local_rank=rank % 2), now=0.0)
         membership.reachable(rank, f"t{rank}")
@@ -148,12 +154,13 @@ def test_a_question_from_somebody_unknown_gets_no_answer() -> None:
         (join_of(-1, 3), "configuration", "ranks 0 to 2"),
         (join_of(0, 3, address="nonsense"), "configuration", "'nonsense'"),
         (join_of(0, 3, address="10.0.0.1:0"), "configuration", "port 0"),
+        (join_of(0, 3, encrypted=False), "configuration", "has encryption off, but this job was started with encryption on"),
         (join_of(0, 3, patience_s=-1), "configuration", "-1"),
         (join_of(0, 3, patience_s=float("nan")), "configuration", "nan"),
     ],
 )
 def test_a_worker_that_cannot_belong_is_refused_and_leaves_no_trace(message: Join, kind: str, says: str) -> None:
-    membership = Membership(3, HOST)
+    membership = membership_of(3)
 
     answer = refusal(membership.join(b"odd", message, now=0.0), b"odd")
 
@@ -203,7 +210,7 @@ def test_an_unreachable_address_fails_all_and_names_rank_interface_and_address()
 
 
 def test_a_loopback_address_is_fine_on_one_host_and_refused_as_soon_as_there_are_two() -> None:
-    membership = Membership(2, HOST)
+    membership = membership_of(2)
     assert any(isinstance(action, Check) for action in membership.join(name(0), join_of(0, 2, address="127.0.0.1:1"), now=0.0))
 
     actions = membership.join(name(1), join_of(1, 2, host=ELSEWHERE), now=0.0)
@@ -213,7 +220,7 @@ def test_a_loopback_address_is_fine_on_one_host_and_refused_as_soon_as_there_are
 
 
 def test_a_loopback_address_on_another_host_than_the_coordinators_is_refused_without_a_check() -> None:
-    actions = Membership(1, HOST).join(name(0), join_of(0, 1, host=ELSEWHERE, address="127.0.0.1:1"), now=0.0)
+    actions = membership_of(1).join(name(0), join_of(0, 1, host=ELSEWHERE, address="127.0.0.1:1"), now=0.0)
 
     assert refusal(actions, name(0)).kind == "unreachable"
     assert len(actions) == 1
@@ -304,7 +311,7 @@ def apply(membership: Membership, kind: str, rank: int, size: int, now: float) -
 def test_in_any_order_of_events_tables_are_whole_equal_and_never_follow_a_failure(
     size: int, events: list[tuple[str, int]]
 ) -> None:
-    membership = Membership(size, HOST)
+    membership = membership_of(size)
     tables: list[Table] = []
     seen_join: set[int] = set()
     seen_reach: set[int] = set()
@@ -345,8 +352,17 @@ def test_workers_that_wait_hear_who_was_turned_away_and_the_failure_says_what_to
     assert messages(membership.ask(name(0), Ask(0, "t0")))[name(0)] == Waiting([1, 2], one)
 
     assert membership.refused(Refusal(Why.SECRET, "10.0.0.9")) == 2
-    assert membership.refused(Refusal(Why.PLAIN, "10.0.0.7")) == 1
+    assert membership.refused(Refusal(Why.OTHERWISE, "10.0.0.7")) == 1
     reason = refusal(membership.tick(now=11.0), name(0)).reason
     assert "2 connection attempts were refused because they did not know the job secret (last from 10.0.0.9)" in reason
-    assert "1 connection attempt was refused because it did not encrypt, as this job does (last from 10.0.0.7)" in reason
+    assert f"1 connection attempt was refused because it {Why.OTHERWISE.value} (last from 10.0.0.7)" in reason
     assert "the same secret" in reason and "Allow more time" not in reason
+
+
+def test_a_worker_that_encrypts_otherwise_is_refused_and_those_who_wait_for_it_hear_of_it() -> None:
+    membership = joined(2, 0)
+    assert refusal(membership.join(b"other", join_of(1, 2, encrypted=False), now=0.0), b"other").kind == "configuration"
+
+    assert membership.missing == [1]
+    waiting = messages(membership.ask(name(0), Ask(0, "t0")))[name(0)]
+    assert waiting == Waiting([1], f"1 connection attempt was refused because it {Why.ENCRYPTION.value} (last from alpha)")

@@ -17,12 +17,12 @@ from stretto.wire.handshake import (
     MAGIC,
     NONCE_BYTES,
     PROOF_BYTES,
+    Acceptor,
     Probe,
     Stranger,
     handshake_key,
     introduce_ourselves,
     receive_exactly,
-    welcome,
 )
 
 KEY = handshake_key(bytes(32))
@@ -58,6 +58,16 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         for each in (ours, theirs):
             each.settimeout(30)
         yield ours, theirs
+
+
+def welcome(connection: socket.socket, key: bytes, generation: int, rank: int) -> int:
+    """The acceptor's side on a connection that blocks: what the door does for many at once."""
+    acceptor = Acceptor(generation, rank)
+    while acceptor.peer is None:
+        acceptor.hear(connection.recv(acceptor.wanted))
+        if answer := acceptor.answer(key):
+            connection.sendall(answer)
+    return acceptor.peer
 
 
 def accept(connection: socket.socket, key: bytes = KEY, generation: int = 3, rank: int = 0) -> Side:
@@ -103,7 +113,7 @@ def test_a_worker_of_another_generation_or_one_that_looks_for_another_rank_is_a_
     with pair() as (ours, theirs):
         acceptor, connector = accept(ours), connect(theirs, **wrong)  # type: ignore[arg-type]
         assert isinstance(acceptor.wait().error, Stranger)
-        assert isinstance(connector.wait().error, SecretError)
+        assert isinstance(connector.wait().error, OSError)  # as with anybody who hangs up: worth another try
 
 
 def recorded_handshake() -> tuple[bytes, bytes, bytes]:
@@ -136,7 +146,7 @@ def test_a_recorded_handshake_cannot_be_played_again_to_a_connector() -> None:
         ours.sendall(answer)
         assert isinstance(connector.wait().error, SecretError)
         assert receive_exactly(ours, HELLO.size).startswith(MAGIC)
-        with pytest.raises(Stranger):
+        with pytest.raises(ConnectionError):
             receive_exactly(ours, 1)  # it got no proof to pass on
 
 

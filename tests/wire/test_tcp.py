@@ -17,14 +17,17 @@ from stretto.timeouts import Timeouts
 from stretto.wire.base import Tag, Wire
 from stretto.wire.framed import FramedWire
 from stretto.wire.tcp import TcpWire
-from wire.contract import WireContract, exchange_once, progress_until, receive
+from wire.contract import Meeting, WireContract, exchange_once, progress_until, receive
 from wire.socket_world import (
     BAD_FRAMES,
     HARMLESS_FRAMES,
+    NONCE,
+    PATIENT,
     ROGUE,
     SECRET,
     TAG_INDEX,
     check_bad,
+    check_gone_before_connecting,
     check_harmless,
     check_mutations,
     connect_all,
@@ -115,12 +118,23 @@ def test_what_is_declared_over_the_limit_is_not_allocated(what: str) -> None:
         assert "the limit is" in wires[0].lost[ROGUE].reason
 
 
-def test_a_peer_of_another_host_that_says_nothing_any_more_is_lost() -> None:
+def test_a_peer_of_another_host_is_lost_when_it_is_silent_and_has_no_pulse_either(caplog: pytest.LogCaptureFixture) -> None:
+    """The rogue runs no Python any more, as a worker that holds the interpreter lock; then its pulse stops as well."""
     quick = Timeouts(connect_s=40, silence_s=0.5, leave_s=1)
-    with world_with_a_rogue(tcp(timeouts=quick)) as wires:
+    with caplog.at_level(logging.WARNING, "stretto.wire"), world_with_a_rogue(tcp(timeouts=quick)) as wires:
+        rogue = wires[ROGUE]
+        assert isinstance(rogue, TcpWire) and rogue._pulse is not None
+        pulse = rogue._pulse
 
         def program(wire: FramedWire) -> None:
+            meeting = Meeting(wire)
             handle, _ = receive(wire, ROGUE, Tag(1, 0, 0), 16, 1)
+            assert isinstance(wire, TcpWire)
+            progress_until(wire, lambda: wire._connections[ROGUE].silent_s > 3 * quick.silence_s, "the silence")
+            assert not wire.lost and not handle.done
+            meeting(ROGUE)
+            if wire.rank == 0:
+                pulse.close()
             with pytest.raises(PeerLost, match="silent") as caught:
                 wait_for(wire, handle)
             assert caught.value.rank == ROGUE
@@ -128,6 +142,8 @@ def test_a_peer_of_another_host_that_says_nothing_any_more_is_lost() -> None:
             exchange_once(wire)
 
         run_threads(2, program, wires=wires[:2])
+        rogue._pulse = None
+    assert caplog.text.count("it seems to hold the interpreter lock") == 2
 
 
 # Strangers.
@@ -166,7 +182,7 @@ def test_strangers_are_logged_unless_they_said_nothing(caplog: pytest.LogCapture
         connect_all(wires, [peer_of(wire) for wire in wires])
     turned_away = {record.getMessage().rpartition(": ")[2]: record.levelno for record in caplog.records}
     assert turned_away["not a worker of this job"] == logging.WARNING
-    assert turned_away["it said nothing, and went away"] == logging.DEBUG
+    assert turned_away["all workers are here"] == logging.DEBUG
 
 
 def test_after_the_job_has_formed_the_port_is_closed() -> None:
@@ -176,22 +192,30 @@ def test_after_the_job_has_formed_the_port_is_closed() -> None:
             socket.create_connection((host, int(port)), timeout=30)
 
 
-def test_a_wrong_secret_is_told_to_the_one_who_connects_at_once() -> None:
+@pytest.mark.parametrize("differs", ["secret", "job"])
+def test_a_wrong_secret_or_the_key_of_another_job_is_told_to_the_one_who_connects_at_once(differs: str) -> None:
     def make(rank: int, size: int) -> TcpWire:
-        # Rank 0 goes on waiting for the right one. It would be the deadline of both if rank 1 were not told.
-        return TcpWire(rank, size, secret=bytes([rank]) * 32, timeouts=Timeouts(connect_s=60 if rank else 4, silence_s=5))
+        return TcpWire(rank, size, secret=bytes([rank * (differs == "secret")]) * 32, timeouts=PATIENT)
 
     with wires_of(2, make) as wires:
         peers = [peer_of(wire) for wire in wires]
 
-        def program(wire: FramedWire) -> float:
-            start = wire.now()
-            with pytest.raises(SecretError if wire.rank == 1 else UnreachableError) as caught:
-                wire.connect(peers)
-            assert "does not know this job's secret" in str(caught.value) or wire.rank == 0
-            return wire.now() - start
+        def program(wire: FramedWire) -> str:
+            nonce = bytes([wire.rank * (differs == "job")]) * 32
+            with pytest.raises(SecretError if wire.rank == 1 else PeerLost) as caught:
+                wire.connect(peers, nonce)
+            return str(caught.value)
 
-        assert run_threads(2, program, wires=wires)[1] < 40
+        start = wires[0].now()
+        acceptor, connector = run_threads(2, program, wires=wires)
+        assert wires[0].now() - start < PATIENT.connect_s / 2
+    assert "does not know this job's secret" in connector
+    assert acceptor.startswith("rank 1 is lost: nobody listens at")
+
+
+@pytest.mark.parametrize("gone", range(3))
+def test_a_worker_that_ends_between_meeting_and_connecting_is_named_at_once(gone: int) -> None:
+    check_gone_before_connecting(tcp(timeouts=PATIENT), gone)
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -203,10 +227,14 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_a_peer_that_does_not_connect_is_named_at_the_deadline() -> None:
     quick = Timeouts(connect_s=0.5, silence_s=5)
-    with wires_of(1, lambda rank, size: TcpWire(rank, 2, secret=SECRET, timeouts=quick)) as wires:
-        absent = Peer(1, 1, "here", "127.0.0.1:1", os.getpid())
-        with pytest.raises(UnreachableError, match="rank 0 could not reach rank 1 at 127.0.0.1:1 within 0.5 s"):
-            wires[0].connect([peer_of(wires[0]), absent])
+
+    def make(rank: int, size: int) -> TcpWire:
+        return TcpWire(rank, 2, secret=SECRET, timeouts=quick)
+
+    with wires_of(1, make) as wires, socket.create_server(("127.0.0.1", 0)) as idle:
+        absent = Peer(1, 1, "here", "{}:{}".format(*idle.getsockname()), os.getpid())
+        with pytest.raises(UnreachableError, match=f"rank 0 could not reach rank 1 at {absent.address} within 0.5 s"):
+            wires[0].connect([peer_of(wires[0]), absent], NONCE)
 
 
 def test_a_peer_that_has_already_left_does_not_keep_others_from_forming_the_job() -> None:

@@ -39,7 +39,7 @@ LONG_S = 20.0  # more than anything needs that is told; less than what waits for
 
 
 def make_wire(rank: int, wires: Sequence[TcpWire], peers: list[Peer], store: Store) -> TorchGroupWire:
-    wires[rank].connect(peers)
+    wires[rank].connect(peers, b"")
     group: Any = dist.ProcessGroupGloo(PrefixStore("test", store), rank, len(wires), timeout=timedelta(seconds=60))
     return TorchGroupWire(wires[rank], group, timeouts=TIMEOUTS)
 
@@ -483,7 +483,7 @@ def test_payloads_and_a_native_call_share_the_group() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_nccl_runs_native_collectives_and_refuses_host_memory() -> None:
     inner = TcpWire(0, 1, secret=bytes(32), timeouts=TIMEOUTS)
-    inner.connect([Peer(0, 0, "here", inner.address, os.getpid())])
+    inner.connect([Peer(0, 0, "here", inner.address, os.getpid())], b"")
     nccl: Any = dist.ProcessGroupNCCL
     group = nccl(HashStore(), 0, 1, timedelta(seconds=60))
     wire = TorchGroupWire(inner, group, timeouts=TIMEOUTS)
@@ -529,7 +529,7 @@ assert len({id(one) for one in (first, group, dist.group.WORLD)}) == 3
 inner = TcpWire(rank, size, secret=bytes(32))
 addresses = [None] * size
 dist.all_gather_object(addresses, inner.address)
-inner.connect([Peer(r, r, "here", address, 0) for r, address in enumerate(addresses)])
+inner.connect([Peer(r, r, "here", address, 0) for r, address in enumerate(addresses)], b"")
 wire = TorchGroupWire(inner, group)
 tensor = torch.full((100_000,), float(rank))
 wire.native_all_reduce(tensor, "mean", 0, 60)

@@ -5,29 +5,34 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import zmq
 
-from stretto.errors import ConfigurationError, FrameError, PeerLost, SecretError, UnreachableError, WireError
+from stretto.errors import ConfigurationError, FrameError, PeerLost, UnreachableError, WireError
 from stretto.job.membership import Peer
 from stretto.job.zap import secure_client
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
+from stretto.wire import frames
+from stretto.wire import zeromq as zeromq_module
 from stretto.wire.base import Tag, Wire
 from stretto.wire.framed import FramedWire
-from stretto.wire.frames import MAX_PAYLOAD_BYTES, FrameKind
-from stretto.wire.zeromq import ZeroMQWire
-from wire.contract import WireContract, exchange_once, progress_until, receive
+from stretto.wire.frames import FrameKind
+from stretto.wire.zeromq import PART_BYTES, ZeroMQWire
+from wire.contract import Meeting, WireContract, body, exchange_once, progress_until, receive
 from wire.socket_world import (
     BAD_FRAMES,
     HARMLESS_FRAMES,
+    NONCE,
+    PATIENT,
     ROGUE,
     SECRET,
     TAG_INDEX,
     blamed,
     check_bad,
+    check_gone_before_connecting,
     check_harmless,
     check_mutations,
     connect_all,
@@ -50,17 +55,10 @@ class TestZeroMQKeepsTheContract(WireContract):
             yield wires
 
 
-class TestEncryptedZeroMQKeepsTheContract(WireContract):
-    @contextmanager
-    def make_world(self, size: int) -> Iterator[Sequence[Wire]]:
-        with socket_world(size, zeromq(encrypt=True, shared_memory=False)) as wires:
-            yield wires
-
-
 class TestZeroMQWithSharedMemoryKeepsTheContract(WireContract):
     @contextmanager
     def make_world(self, size: int) -> Iterator[Sequence[Wire]]:
-        with socket_world(size, zeromq(encrypt=True)) as wires:
+        with socket_world(size, zeromq()) as wires:
             yield wires
 
 
@@ -84,7 +82,7 @@ def test_what_is_odd_but_harmless_changes_nothing(what: str) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_changed_frames_never_crash_a_wire(seed: int) -> None:
-    check_mutations(zeromq(encrypt=seed % 2 == 0), say, seed)
+    check_mutations(zeromq(), say, seed)
 
 
 BULK = frame(FrameKind.BULK, ROGUE, declared=16, index=TAG_INDEX, dtype=1, number=1)
@@ -117,7 +115,7 @@ def test_a_message_of_the_wrong_parts_ends_the_receive_with_the_rank(parts: tupl
 def test_a_message_over_the_limit_is_not_let_in_and_its_sender_is_lost() -> None:
     with world_with_a_rogue(zeromq()) as wires:
         handle, _ = receive(wires[0], ROGUE, Tag(1, 0, TAG_INDEX), 16, 1)
-        too_much = bytes(MAX_PAYLOAD_BYTES + 49)
+        too_much = bytes(PART_BYTES + frames.HEADER_BYTES + 1)
 
         def hear() -> None:
             rogue = wires[ROGUE]
@@ -128,11 +126,26 @@ def test_a_message_over_the_limit_is_not_let_in_and_its_sender_is_lost() -> None
             assert caught.value.rank == ROGUE
 
         assert peak_memory_grows_by(hear) < 64 << 20
+        assert "its connection broke" in wires[0].lost[ROGUE].reason  # and nobody looked at what it had sent
 
 
-@pytest.mark.parametrize("encrypt", [False, True])
-def test_a_peer_that_gave_us_up_is_lost_to_us_too(encrypt: bool) -> None:
-    with socket_world(2, zeromq(encrypt=encrypt)) as wires:
+@pytest.mark.parametrize("num_bytes", [PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES + 5])
+def test_a_message_longer_than_a_part_arrives_in_one_piece(num_bytes: int) -> None:
+    with socket_world(2, zeromq(shared_memory=False)) as wires:
+
+        def program(wire: FramedWire) -> None:
+            peer = 1 - wire.rank
+            sent = wire.send(memoryview(body(wire.rank, peer, 0, num_bytes)), peer, Tag(1, 0, 0), 0)
+            handle, arrived = receive(wire, peer, Tag(1, 0, 0), num_bytes)
+            wait_for(wire, sent, handle)
+            assert arrived == [body(peer, wire.rank, 0, num_bytes)]
+            Meeting(wire)()
+
+        run_threads(2, program, wires=wires)
+
+
+def test_a_peer_that_gave_us_up_is_lost_to_us_too() -> None:
+    with socket_world(2, zeromq()) as wires:
 
         def program(wire: FramedWire) -> None:
             handle, _ = receive(wire, 1 - wire.rank, Tag(1, 0, 0), 16, 1)
@@ -154,26 +167,28 @@ def dealer_of(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     return dealer
 
 
+def connection_to(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
 @contextmanager
 def strangers(address: str, kind: str) -> Iterator[None]:
     """Somebody at the port who lacks the secret, and who would be taken for rank 1 if he were let in."""
-    host, _, port = address.rpartition(":")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     raw: list[socket.socket] = []
     try:
         if kind in ("silent", "200 silent", "garbage"):
             for _ in range(200 if kind.startswith("200") else 3):
-                raw.append(socket.create_connection((host, int(port)), timeout=30))
+                raw.append(connection_to(address))
                 if kind == "garbage":
                     raw[-1].sendall(os.urandom(4096))
         else:
-            dealer = dealer_of(context)
+            dealer = dealer_of(context)  # which connects again and again
             if kind == "wrong secret":
-                secure_client(dealer, bytes(32), encrypted=True)
-            elif kind == "wrong password":
-                secure_client(dealer, bytes(32), encrypted=False)
-            elif kind == "right password in plain text":
-                secure_client(dealer, SECRET, encrypted=False)
+                secure_client(dealer, bytes(32))
+            elif kind == "secret of the file":
+                secure_client(dealer, SECRET)
             dealer.connect(f"tcp://{address}")
             dealer.send(frame(FrameKind.INLINE, 1, bytes(16)))
         yield
@@ -183,52 +198,63 @@ def strangers(address: str, kind: str) -> Iterator[None]:
         context.destroy(0)
 
 
-@pytest.mark.parametrize("encrypt", [False, True], ids=["plain", "encrypted"])
-@pytest.mark.parametrize("kind", ["silent", "200 silent", "garbage", "no credentials", "wrong secret", "wrong password"])
-def test_strangers_at_the_port_are_turned_away_and_the_job_forms(kind: str, encrypt: bool) -> None:
-    with wires_of(2, zeromq(encrypt=encrypt)) as wires, strangers(wires[0].address, kind):
+@pytest.mark.parametrize("kind", ["silent", "200 silent", "garbage", "no credentials", "wrong secret", "secret of the file"])
+def test_strangers_at_the_port_are_turned_away_and_the_job_forms(kind: str) -> None:
+    with wires_of(2, zeromq()) as wires, strangers(wires[0].address, kind):
         connect_all(wires, [peer_of(wire) for wire in wires])
         run_threads(2, exchange_once, wires=wires)
         assert not wires[0]._parked  # nothing of what the stranger sent came in
         run_threads(2, lambda wire: wire.close(), wires=wires)
 
 
-def test_who_knows_the_password_but_does_not_encrypt_is_turned_away_from_an_encrypted_job() -> None:
-    with wires_of(2, zeromq(encrypt=True)) as wires:
-        with strangers(wires[0].address, "right password in plain text"):
-            connect_all(wires, [peer_of(wire) for wire in wires])
-            run_threads(2, exchange_once, wires=wires)
-            assert not wires[0]._parked
-        run_threads(2, lambda wire: wire.close(), wires=wires)
+def test_after_the_job_has_formed_nobody_can_connect() -> None:
+    with socket_world(2, zeromq()) as wires:
+        for wire in wires:
+            with pytest.raises(ConnectionRefusedError):
+                connection_to(wire.address)
+        run_threads(2, exchange_once, wires=wires)
 
 
-def test_strangers_are_refused_by_the_door_and_counted() -> None:
-    with wires_of(1, zeromq()) as wires, strangers(wires[0].address, "wrong password"):
-        wire = wires[0]
-        assert isinstance(wire, ZeroMQWire)
-        wait_until(lambda: wire._watcher._zap.refused > 0, "the refusal")
-        assert wire._watcher._zap.accepted == 0
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+LONG_COMMAND = b"\x06" + PART_BYTES.to_bytes(8, "big")  # ZMTP: so many bytes of handshake are to come
 
 
-@pytest.mark.parametrize("encrypt", [False, True], ids=["plain", "encrypted"])
-def test_a_wrong_secret_is_told_before_the_deadline(encrypt: bool) -> None:
-    patient = Timeouts(connect_s=50, silence_s=5)
+def test_where_a_port_cannot_be_hidden_strangers_of_a_running_job_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zeromq_module, "hide", lambda listener: False)
+    with socket_world(2, zeromq()) as wires, ExitStack() as stack:
+        doorstep = wires[0]._doorstep  # type: ignore[attr-defined]
 
+        def flood() -> None:
+            for _ in range(60):
+                stranger = stack.enter_context(connection_to(wires[0].address))
+                with suppress(OSError):  # sent away already
+                    stranger.sendall(GREETING + LONG_COMMAND + bytes(PART_BYTES - 1))
+            wait_until(lambda: doorstep.sent_away >= 60 - zeromq_module.STRANGERS_LATER, "the end of the flood")
+
+        assert peak_memory_grows_by(flood) < 64 << 20
+        run_threads(2, exchange_once, wires=wires)
+
+
+@pytest.mark.parametrize("differs", ["secret", "job"])
+def test_a_wrong_secret_or_the_key_of_another_job_is_named_at_the_deadline(differs: str) -> None:
     def make(rank: int, size: int) -> FramedWire:
-        return ZeroMQWire(rank, size, secret=bytes([rank]) * 32, encrypt=encrypt, timeouts=patient)
+        return ZeroMQWire(rank, size, secret=bytes([rank * (differs == "secret")]) * 32, timeouts=Timeouts(connect_s=0.5))
 
     with wires_of(2, make) as wires:
         peers = [peer_of(wire) for wire in wires]
 
-        def program(wire: FramedWire) -> float:
-            start = wire.now()
-            with pytest.raises((SecretError, UnreachableError)) as caught:
-                wire.connect(peers)
-            assert isinstance(caught.value, SecretError), str(caught.value)
-            assert "do not share the job's secret" in str(caught.value)
-            return wire.now() - start
+        def program(wire: FramedWire) -> str:
+            with pytest.raises(UnreachableError) as caught:
+                wire.connect(peers, bytes([wire.rank * (differs == "job")]) * 32)
+            return str(caught.value)
 
-        assert max(run_threads(2, program, wires=wires)) < 40
+        for text in run_threads(2, program, wires=wires):
+            assert "somebody answers there, and does not know this job's secret" in text
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_worker_that_ends_between_meeting_and_connecting_is_named_at_once(gone: int) -> None:
+    check_gone_before_connecting(zeromq(timeouts=PATIENT), gone)
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -240,10 +266,14 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_a_peer_that_does_not_answer_is_named_at_the_deadline() -> None:
     quick = Timeouts(connect_s=0.5, silence_s=5)
-    with wires_of(1, lambda rank, size: ZeroMQWire(rank, 2, secret=SECRET, timeouts=quick)) as wires:
-        absent = Peer(1, 1, "here", "127.0.0.1:1", os.getpid())
-        with pytest.raises(UnreachableError, match="rank 0 could not reach rank 1 at 127.0.0.1:1 within 0.5 s"):
-            wires[0].connect([peer_of(wires[0]), absent])
+
+    def make(rank: int, size: int) -> ZeroMQWire:
+        return ZeroMQWire(rank, 2, secret=SECRET, timeouts=quick)
+
+    with wires_of(1, make) as wires, socket.create_server(("127.0.0.1", 0)) as idle:
+        absent = Peer(1, 1, "here", "{}:{}".format(*idle.getsockname()), os.getpid())
+        with pytest.raises(UnreachableError, match=f"rank 0 could not reach rank 1 at {absent.address} within 0.5 s"):
+            wires[0].connect([peer_of(wires[0]), absent], NONCE)
 
 
 # Who goes.

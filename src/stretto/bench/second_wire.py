@@ -6,6 +6,7 @@ The job's own wire is used for whichever it is; the other is made here: new sock
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
 
 import msgspec
@@ -38,10 +39,10 @@ def _beside(job: Job, *, encrypt: bool) -> Job:
         wire = ZeroMQWire(job.rank, job.world_size, secret=launch.secret, bind=host, timeouts=job.timeouts)
     else:
         wire = TcpWire(job.rank, job.world_size, secret=launch.secret, bind=host, timeouts=job.timeouts)
-    addresses = job.gather_object(wire.address)
-    peers = [msgspec.structs.replace(peer, address=str(address)) for peer, address in zip(job.peers, addresses, strict=True)]
+    said = job.gather_object([wire.address, secrets.token_bytes(32)])
+    peers = [msgspec.structs.replace(peer, address=str(address)) for peer, (address, _) in zip(job.peers, said, strict=True)]
     try:
-        wire.connect(peers)
+        wire.connect(peers, said[0][1])
     except BaseException:
         wire.abandon()
         raise

@@ -5,8 +5,9 @@
     introduce      worker side of the introduction: Launch + my address -> the table of all peers
     coordinator    the process that introduces workers; membership is its brain, a state machine without I/O;
                    coordinator_process is how others start it
-    secret, zap    one secret per job, the keys made from it, and the door that refuses whoever does not know it;
-                   refusals tells who was turned away
+    secret, zap    one secret per job, the keys made from it, and the handler that refuses whoever does not know it;
+                   refusals tells who was turned away, doorstep bounds how many may try at once, monitor reads ZeroMQ's
+                   reports about both
     launch         `stretto run`: launch_plan (what was asked for), keeper, processes and orphans (nobody is left behind),
                    stop_signals (who wants it to end), output (whose line is it), launch_report (whose fault was it)
     in_process     `stretto.launch`: a job inside a program

@@ -3,15 +3,19 @@
     python -m stretto.job.coordinator --bind HOST:PORT --world-size N
            [--ready-fd FD] [--plain | --encrypted] [--die-with-parent [PID]]
 
+--plain and --encrypted say what this job's workers do with their own traffic: a worker that would do otherwise is refused. What
+is said here, between workers and coordinator, is always encrypted.
+
 It drives `Membership` over one ZeroMQ ROUTER and checks, by a plain TCP connection, that every published address
 answers before the table goes out. It is not on the data path: once the table is out, training survives its death. It
 ends by itself when all workers have said goodbye or when its parent is gone. The secret comes from STRETTO_SECRET,
 never from the command line, where other users of the machine could read it.
 
-A message is two frames: `stretto/<protocol>` and a msgpack body. Strangers are refused by ZAP before they can send a
-byte; what an authenticated peer sends is bounded in size, decoded into a fixed set of types, and dropped with a log
-line if it is anything else. How many were refused, and from where, is told to the workers that wait for somebody: it may be
-the one they wait for, with another secret.
+A message is two frames: `stretto/<protocol>` and a msgpack body. Strangers cannot finish a handshake; how many of them may try
+at once, for how long and with how many bytes is bounded (`doorstep.py`), so that they cannot keep workers out. What an
+authenticated peer sends is bounded in size, decoded into a fixed set of types, and dropped with a log line if it is anything
+else. How many were refused, and from where, is told to the workers that wait for somebody: it may be the one they wait for,
+with another secret.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import errno
 import logging
 import os
 import queue
+import resource
 import signal
 import socket
 import sys
@@ -37,6 +42,7 @@ import zmq
 
 from stretto.errors import JobError, SecretError
 from stretto.job import secret as secrets
+from stretto.job.doorstep import Doorstep
 from stretto.job.hosts import host_identity, join_address, resolve, split_address
 from stretto.job.membership import (
     PROTOCOL,
@@ -56,7 +62,11 @@ from stretto.job.refusals import RefusalMonitor
 from stretto.job.zap import ZapHandler, secure_server
 
 CHECK_DEADLINE_S = 5.0
-MAX_MESSAGE_BYTES = 64 * 1024
+TRY_AGAIN_S = 0.05
+HANDSHAKE_S = 5.0  # for a connection to prove that it knows the secret
+MAX_MESSAGE_BYTES = 16 * 1024  # a Join has some 400
+MAX_STRANGERS = 1024  # connections, beyond one for each worker, that have proved nothing yet
+NONCE_BYTES = 32
 TICK_S = 0.25
 PREFIX = b"stretto/"
 
@@ -74,26 +84,29 @@ class Coordinator:
     the TCP checks, which wait in threads of their own."""
 
     def __init__(self, bind: str, world_size: int, secret: bytes, encrypted: bool) -> None:
-        self.membership = Membership(world_size, host_identity())
+        nonce = os.urandom(NONCE_BYTES)
+        self.membership = Membership(world_size, host_identity(), encrypted=encrypted, nonce=nonce)
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._door = ZapHandler(self._context, secret=secret, encrypted=encrypted)
+        self._door = ZapHandler(self._context, secret)
         self._router = self._context.socket(zmq.ROUTER)
-        self._refusals = RefusalMonitor(self._router, encrypted)
+        self._doorstep = Doorstep(_affordable(MAX_STRANGERS + world_size))
+        self._refusals = RefusalMonitor(self._router, self._doorstep)
         self._checked: queue.SimpleQueue[_Checked] = queue.SimpleQueue()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
         self._checkers = ThreadPoolExecutor(max_workers=16, thread_name_prefix="stretto-check")
         try:
-            self.address = self._open(bind, secret, encrypted)
+            self.address = self._open(bind, secret)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, bind: str, secret: bytes, encrypted: bool) -> str:
-        secure_server(self._router, secret, encrypted)
+    def _open(self, bind: str, secret: bytes) -> str:
+        secure_server(self._router, secret)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         self._router.setsockopt(zmq.BACKLOG, 1024)
         self._router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
@@ -146,7 +159,12 @@ class Coordinator:
                 log.warning("refused a connection from %s: it %s", refusal.address, refusal.why.value)
 
     def _take_message(self) -> None:
-        sender, *frames = self._router.recv_multipart()
+        sender, *parts = self._router.recv_multipart(copy=False)
+        if parts:
+            self._doorstep.admitted(int(parts[0].get(zmq.SRCFD)))
+        self._hear(sender.bytes, [part.bytes for part in parts])
+
+    def _hear(self, sender: bytes, frames: list[bytes]) -> None:
         if len(frames) != 2 or not frames[0].startswith(PREFIX):
             log.warning("ignored %d frames that are not a message of stretto", len(frames))
             return
@@ -200,6 +218,12 @@ class Coordinator:
                 self._perform(self.membership.unreachable(rank, token, done.why_not, time.monotonic()))
 
 
+def _affordable(connections: int) -> int:
+    """As many of these connections as leave half of this process's descriptors for everything else."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return connections if descriptors == resource.RLIM_INFINITY else max(1, min(connections, descriptors // 2))
+
+
 def other_protocol(frame: bytes) -> Refused:
     theirs = frame.removeprefix(PREFIX)[:20].decode("ascii", "replace")
     return Refused(
@@ -212,19 +236,25 @@ def other_protocol(frame: bytes) -> Refused:
 
 def why_unreachable(address: str, deadline_s: float) -> str | None:
     """None if somebody accepts a TCP connection at the address within the deadline, else the reason."""
-    try:
-        socket.create_connection(split_address(address), timeout=deadline_s).close()
-    except TimeoutError:
-        return f"no answer within {deadline_s:g} s (a firewall, or an address of another network)"
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "strerror", None) or error).lower()
-    return None
+    deadline = time.monotonic() + deadline_s
+    while True:
+        try:
+            socket.create_connection(split_address(address), timeout=deadline_s).close()
+        except TimeoutError:
+            return f"no answer within {deadline_s:g} s (a firewall, or an address of another network)"
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) and time.monotonic() < deadline:
+                time.sleep(TRY_AGAIN_S)  # strangers have all our descriptors, for the moment
+                continue
+            return str(getattr(error, "strerror", None) or error).lower()
+        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="stretto coordinator: %(message)s", stream=sys.stderr)
     orphaned = tie_to_parent(options.die_with_parent)
+    _raise_descriptor_limit()
     try:
         secret = secrets.parse(os.environ.get("STRETTO_SECRET", ""), "STRETTO_SECRET")
         coordinator = open_coordinator(options.bind, options.world_size, secret, options.encrypted)
@@ -239,6 +269,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         coordinator.close()
     return 0 if coordinator.membership.failure is None else 1
+
+
+def _raise_descriptor_limit() -> None:
+    """The usual limit of 1024 descriptors is less than a large job has workers; the kernel allows more to whoever asks."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def open_coordinator(bind: str, world_size: int, secret: bytes, encrypted: bool) -> Coordinator:
@@ -298,8 +335,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world-size", required=True, type=_positive, metavar="N", help="how many workers the job has")
     parser.add_argument("--ready-fd", type=int, metavar="FD", help='write "HOST:PORT" here when listening')
     encryption = parser.add_mutually_exclusive_group()
-    encryption.add_argument("--encrypted", dest="encrypted", action="store_true", help="CURVE: authenticated and encrypted")
-    encryption.add_argument("--plain", dest="encrypted", action="store_false", help="PLAIN: authenticated only (default)")
+    encryption.add_argument("--encrypted", dest="encrypted", action="store_true", help="workers encrypt their traffic")
+    encryption.add_argument("--plain", dest="encrypted", action="store_false", help="workers do not encrypt it (default)")
     parser.add_argument("--die-with-parent", nargs="?", const=0, type=int, metavar="PID", help="end when the parent dies")
     parser.set_defaults(encrypted=False)
     return parser

@@ -2,7 +2,7 @@
 
     launch = settle(detect(os.environ), timeouts)     # under torchrun, Slurm and MPI: learn rendezvous and secret
     ip, interface = local_address(launch)             # listen there
-    peers = introduce(launch, address, timeouts)      # blocks until all have met
+    table = introduce(launch, address, timeouts)      # blocks until all have met
     ...
     farewell(launch)                                  # never longer than a second
 
@@ -12,7 +12,7 @@ nothing.
 
 What goes wrong is told apart here, within `timeouts.meet_s`: nobody answers, somebody answers who is not ZeroMQ, the
 secret is another one, the coordinator refuses, workers are missing. A failed handshake under CURVE tells the client
-nothing (the server cannot even read the hello), so `_mechanism_at` asks the other side for its public greeting.
+nothing (the server cannot even read the hello), so `_speaks_curve` asks the other side for its public greeting.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from stretto.job.membership import (
     what_to_do,
 )  # fmt: skip
 from stretto.job.settle import forget_secret, local_address, settle
-from stretto.job.zap import secure_client
+from stretto.job.zap import MECHANISM, secure_client
 from stretto.timeouts import Timeouts
 
 __all__ = ["farewell", "introduce", "local_address", "settle"]
@@ -59,7 +59,9 @@ ASK_EVERY_S = 1.0
 FIRST_WORD_S = 3.0  # silence is fine that long
 NEXT_WORD_S = 15.0
 GOODBYE_S = 1.0
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a table of 100,000 workers is about 15 MB
+HANDSHAKE_S = 5.0
+REFUSED_S = 2.0  # handshakes that fail for a shorter time may be due to strangers that crowd the coordinator: try again
+BYTES_FOR_ALL, BYTES_FOR_EACH = 64 << 10, 1 << 10  # what a table may have: an entry has some 150 bytes
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _ERRORS: dict[str, type[JobError | ConfigurationError]] = {
@@ -71,17 +73,25 @@ _ERRORS: dict[str, type[JobError | ConfigurationError]] = {
 log = logging.getLogger("stretto.job")
 
 
-def introduce(launch: Launch, address: str, timeouts: Timeouts) -> list[Peer]:
-    """Join the job as the worker that listens at `address` ("ip:port") and return all workers in order of rank. Blocks
-    until all are known and every address has been seen to answer, at most `timeouts.meet_s`; then a `JobError` says
-    who or what is missing, on every worker that waits."""
+def introduce(launch: Launch, address: str, timeouts: Timeouts) -> Table:
+    """Join the job as the worker that listens at `address` ("ip:port") and return all workers in order of rank, and the
+    nonce of this job. Blocks until all are known and every address has been seen to answer, at most `timeouts.meet_s`;
+    then a `JobError` says who or what is missing, on every worker that waits."""
     if launch.world_size == 1:
-        return [Peer(launch.rank, launch.local_rank, host_identity(), address, os.getpid())]
+        return Table([Peer(launch.rank, launch.local_rank, host_identity(), address, os.getpid(), pid_namespace())], b"")
     deadline = time.monotonic() + timeouts.meet_s
     with _visit(launch, deadline) as visit:
-        peers = _Introduction(launch, address, timeouts, visit, deadline).run()
+        table = _Introduction(launch, address, timeouts, visit, deadline).run()
     forget_secret(launch)
-    return peers
+    return table
+
+
+def pid_namespace() -> str:
+    """Names the set of processes to which this one's pid belongs. Where that cannot be found out: a name of its own."""
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return secrets.token_hex(8)
 
 
 def farewell(launch: Launch) -> None:
@@ -115,16 +125,18 @@ class _Introduction:
         self.address = address
         self.connected = False
         self.back_by: float | None = None  # the coordinator was there and has hung up: when it must have come back
+        self.handshake_failed = False  # on the connection that is about to be closed
+        self.refused_since: float | None = None  # the first handshake that failed after the last that did not
         self.missing: list[int] | None = None
         self.refused = ""  # strangers that the coordinator turned away: perhaps the missing ones
         self.next_word = time.monotonic() + FIRST_WORD_S
 
-    def run(self) -> list[Peer]:
+    def run(self) -> Table:
         try:
             while (remaining := self._until() - time.monotonic()) > 0:
                 event = self.visit.next(min(ASK_EVERY_S, remaining))
                 if isinstance(event, Table):
-                    return self._checked(event.peers)
+                    return self._checked(event)
                 self._take(event)
                 self._keep_informed()
         except KeyboardInterrupt:
@@ -156,13 +168,21 @@ class _Introduction:
     def _take_network(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.connected = True
-            self.back_by = None
+            self.back_by = self.refused_since = None
             self.visit.send(self._join())
         elif event == zmq.EVENT_DISCONNECTED and self.connected:
             self.connected = False
             self.back_by = time.monotonic() + self.connect_s
-        elif event & _FAILED or event == zmq.EVENT_DISCONNECTED:  # the latter: hung up before the handshake was over
-            _explain_failed_handshake(self.launch, auth=event == zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        elif event & _FAILED:
+            self.handshake_failed = True
+            if self.refused_since is None:
+                self.refused_since = time.monotonic()
+            elif time.monotonic() - self.refused_since >= REFUSED_S:
+                _explain_failed_handshake(self.launch)
+        elif event == zmq.EVENT_DISCONNECTED:
+            if not self.handshake_failed:  # the other side does not speak ZeroMQ's protocol, and ZeroMQ does not try again
+                _explain_failed_handshake(self.launch)
+            self.handshake_failed = False
 
     def _join(self) -> Join:
         remaining = max(0.01, self.deadline - time.monotonic())
@@ -175,19 +195,21 @@ class _Introduction:
             interface=interface_of(split_address(self.address)[0]) or "unknown",
             address=self.address,
             pid=os.getpid(),
+            pid_namespace=pid_namespace(),
+            encrypted=launch.encrypt,
             token=self.token,
             patience_s=remaining - min(1.0, remaining / 5),  # the answer needs time to come back
             restart=launch.restart,
         )
 
-    def _checked(self, peers: list[Peer]) -> list[Peer]:
-        if [peer.rank for peer in peers] != list(range(self.launch.world_size)):
+    def _checked(self, table: Table) -> Table:
+        ranks = [peer.rank for peer in table.peers]
+        if ranks != list(range(self.launch.world_size)):
             raise JobError(
-                f"The coordinator at {self.launch.rendezvous} sent a table of ranks {[peer.rank for peer in peers]}, "
-                f"but this job has {self.launch.world_size} workers. Install the same version of stretto on every "
-                "machine."
+                f"The coordinator at {self.launch.rendezvous} sent a table of ranks {ranks}, but this job has "
+                f"{self.launch.world_size} workers. Install the same version of stretto on every machine."
             )
-        return peers
+        return table
 
     def _keep_informed(self) -> None:
         if time.monotonic() < self.next_word:
@@ -275,9 +297,10 @@ def _visit(launch: Launch, deadline: float) -> Iterator[_Visit]:
     endpoint, ipv6 = _endpoint(launch, deadline)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
-    secure_client(dealer, launch.secret, launch.encrypt)
+    secure_client(dealer, launch.secret)
     dealer.setsockopt(zmq.IPV6, int(ipv6))
-    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    dealer.setsockopt(zmq.MAXMSGSIZE, BYTES_FOR_ALL + launch.world_size * BYTES_FOR_EACH)
+    dealer.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
     # Not zmq.IMMEDIATE: with it, what the coordinator said last is thrown away unread when it ends right after saying it.
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -316,37 +339,28 @@ def _endpoint(launch: Launch, deadline: float) -> tuple[str, bool]:
             time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
 
 
-def _explain_failed_handshake(launch: Launch, auth: bool) -> None:
-    """Raise what a failed handshake means, or return if the other side was merely going down."""
-    where = f"the rendezvous {launch.rendezvous}"
-    ours = "CURVE" if launch.encrypt else "PLAIN"
-    theirs = ours if auth else _mechanism_at(launch)
-    if theirs == ours:
+def _explain_failed_handshake(launch: Launch) -> None:
+    """Raise what a failed handshake means, or return if the other side was merely going down or too busy to answer."""
+    curve = _speaks_curve(launch)
+    if curve is None:
+        return
+    if curve:
         raise SecretError(
-            f"rank {launch.rank} was turned away at {where}: its job secret is not the coordinator's.\n"
+            f"rank {launch.rank} was turned away at the rendezvous {launch.rendezvous}: its job secret is not the "
+            "coordinator's.\n"
             "Give every worker the same STRETTO_SECRET or STRETTO_SECRET_FILE (--secret-file), and each job a "
             "rendezvous port of its own."
         )
-    if theirs in ("CURVE", "PLAIN"):
-        _mechanism_at(launch, say=ours)
-        raise ConfigurationError(
-            f"rank {launch.rank} and the coordinator at {where} disagree on encryption: the worker wants "
-            f"{'it on' if launch.encrypt else 'it off'}, the coordinator {'on' if theirs == 'CURVE' else 'off'}.\n"
-            "Set STRETTO_ENCRYPT to the same value for every worker."
-        )
-    if theirs is not None:
-        raise RendezvousError(
-            f"What answers at {where} is not a coordinator of stretto, but another program.\n"
-            "Check host and port, or choose a port that is free on that host."
-        )
+    raise RendezvousError(
+        f"What answers at the rendezvous {launch.rendezvous} is not a coordinator of this version of stretto, but another "
+        "program.\n"
+        "Check host and port, or choose a port that is free on that host; install the same version of stretto on every machine."
+    )
 
 
-def _mechanism_at(launch: Launch, say: str | None = None) -> str | None:
-    """The security mechanism in the ZMTP greeting of whoever listens at the rendezvous: "" if it does not speak ZMTP 3,
-    None if nobody answers now. (ZeroMQ RFC 37: signature 10 bytes, version 2, mechanism 20, as-server 1, filler 31.)
-
-    With `say`, the other side hears that mechanism from us and is waited for until it hangs up over it. Else only a
-    handshake that broke off is seen there, which may have any cause, and those who wait for this worker learn nothing."""
+def _speaks_curve(launch: Launch) -> bool | None:
+    """Whether whoever listens at the rendezvous greets as a coordinator does; None if nobody greets now. (ZeroMQ RFC 37: a
+    greeting is signature 10 bytes, version 2, mechanism 20, as-server 1, filler 31.)"""
     assert launch.rendezvous is not None
     # Signature and version only: that makes the other side speak, and it cannot yet hang up over a different mechanism.
     greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"
@@ -356,16 +370,9 @@ def _mechanism_at(launch: Launch, say: str | None = None) -> str | None:
             answer = b""
             while len(answer) < 32 and (chunk := probe.recv(64)):
                 answer += chunk
-            if say is not None:
-                probe.sendall(say.encode().ljust(20, b"\0") + bytes(32))
-                for _ in range(8):  # the rest of its greeting, then the end; no more from somebody who will not stop
-                    if not probe.recv(64):
-                        break
     except OSError:  # also one that says nothing for too long: it may be busy
         return None
-    if len(answer) < 32 or answer[0] != 0xFF or answer[9] != 0x7F:
-        return ""
-    return answer[12:32].rstrip(b"\0").decode("ascii", "replace")
+    return len(answer) >= 32 and answer[0] == 0xFF and answer[9] == 0x7F and answer[12:32].rstrip(b"\0") == MECHANISM
 
 
 def _nobody_there(launch: Launch, waited_s: float) -> RendezvousError:

@@ -26,7 +26,7 @@ import msgspec
 
 from stretto.job.hosts import host_name, is_loopback, split_address
 
-PROTOCOL = 1  # goes in front of every message; raise it when a message changes its meaning
+PROTOCOL = 2  # goes in front of every message; raise it when a message changes its meaning
 LINGER_S = 30.0  # how long a failed job tells latecomers why
 
 
@@ -38,6 +38,11 @@ class Peer(msgspec.Struct, frozen=True):
     host: str  # same string = same machine and same network: boot id + network namespace (see job/hosts.py)
     address: str  # "ip:port" of its one port
     pid: int
+    pid_namespace: str = ""  # where `pid` means this process: containers may share a network and not their processes
+
+    def sees(self, other: Peer) -> bool:
+        """Whether `other` is a process that can be looked up in this one's /proc."""
+        return (self.host, self.pid_namespace) == (other.host, other.pid_namespace)
 
 
 class Join(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True):
@@ -50,6 +55,8 @@ class Join(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True):
     interface: str
     address: str
     pid: int
+    pid_namespace: str
+    encrypted: bool  # whether this worker encrypts what it sends to other workers
     token: str  # random, one per attempt: tells a repeated Join from another worker with the same rank
     patience_s: float  # how long this worker can wait for the answer
     restart: int = 0  # how often its launcher has started it again
@@ -77,6 +84,7 @@ class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
 
 class Table(msgspec.Struct, frozen=True, tag="table"):
     peers: list[Peer]  # in order of rank
+    nonce: bytes  # with the secret, this gives the keys of this job's wires (see `secret.py`)
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -108,8 +116,8 @@ class Why(enum.Enum):
     """What somebody who was turned away at the door had done wrong."""
 
     SECRET = "did not know the job secret"
-    PLAIN = "did not encrypt, as this job does"
-    OTHERWISE = "did not present itself as this job does (STRETTO_ENCRYPT, or it is another program)"
+    ENCRYPTION = "had another STRETTO_ENCRYPT"
+    OTHERWISE = "did not present itself as a worker does (another program, or another version of stretto)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +146,12 @@ class _Member:
 
 class Membership:
     """The coordinator's knowledge of the job. Only its methods change it; none blocks, none raises on what a worker
-    sent."""
+    sent. `encrypted` is what every worker must say of its own traffic, `nonce` is random and passed on to all."""
 
-    def __init__(self, world_size: int, host: str) -> None:
+    def __init__(self, world_size: int, host: str, *, encrypted: bool, nonce: bytes) -> None:
         self.world_size = world_size
+        self._encrypted = encrypted
+        self._nonce = nonce
         self.phase = Phase.FORMING
         self._host = host
         self._members: dict[int, _Member] = {}
@@ -306,7 +316,8 @@ class Membership:
 
     def _table(self) -> Table:
         joins = [self._members[rank].join for rank in range(self.world_size)]
-        return Table([Peer(join.rank, join.local_rank, join.host, join.address, join.pid) for join in joins])
+        peers = [Peer(join.rank, join.local_rank, join.host, join.address, join.pid, join.pid_namespace) for join in joins]
+        return Table(peers, self._nonce)
 
     # Rules
 
@@ -326,6 +337,14 @@ class Membership:
                 f"{who} asks for a rank that does not exist: a job of {self.world_size} has ranks 0 to "
                 f"{self.world_size - 1}.\n"
                 "Check --node and -n, or the variables your launcher sets.",
+            )
+        if message.encrypted != self._encrypted:
+            self.refused(Refusal(Why.ENCRYPTION, host_name(message.host)))
+            return Refused(
+                "configuration",
+                f"{who} has encryption {_on(message.encrypted)}, but this job was started with encryption "
+                f"{_on(self._encrypted)}.\n"
+                "Set STRETTO_ENCRYPT to the same value for every worker.",
             )
         if not 0 < message.patience_s < 1e6:
             return Refused("configuration", f"{who} wants to wait {message.patience_s} s: give a positive time below 1e6 s.")
@@ -349,6 +368,10 @@ class Membership:
             "Choose the interface on that host with STRETTO_INTERFACE=name-or-address, or open the port in its "
             "firewall."
         )
+
+
+def _on(switch: bool) -> str:
+    return "on" if switch else "off"
 
 
 def _problem_with_address(who: str, address: str) -> Refused | None:

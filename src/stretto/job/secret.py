@@ -6,11 +6,15 @@ independent:
 
     key(purpose) = HKDF(secret, salt="stretto/1", info=purpose)
 
-    "wire-server", "wire-client"    CURVE key pairs. Clients know the server's public key, the server accepts exactly
-                                    the clients' public key: both sides prove that they know the secret, and traffic is
-                                    encrypted.
-    "wire-plain"                    the password of the PLAIN mechanism, used on loopback and where a network is
-                                    trusted.
+    "server", "client"    CURVE key pairs. Clients know the server's public key, the server accepts exactly the clients'
+                          public key: both sides prove that they know the secret, and traffic is encrypted.
+    "wire-tcp"            with which workers prove to each other, on a plain connection, that they belong to the job.
+    "job" and a nonce     the secret of one job. The coordinator draws the nonce and sends it, encrypted, with the table of
+                          workers; the wires' keys are derived from this secret and not from the file's. Two jobs that share
+                          a file therefore share no key, and what was recorded of one is of no use against the other.
+
+The coordinator's own connection always uses CURVE, whose session keys are drawn anew for every connection, so that nothing
+which travels there can be used again either.
 
 Invariant: a secret never appears in a log line, a `repr` or an error message.
 Reference: Krawczyk and Eronen, "HMAC-based Extract-and-Expand Key Derivation Function (HKDF)", RFC 5869.
@@ -105,6 +109,6 @@ def curve_keys(secret: bytes, purpose: str) -> tuple[bytes, bytes]:
     return zmq.curve_public(secret_key), secret_key
 
 
-def plain_password(secret: bytes) -> str:
-    """The password of the PLAIN mechanism: as hard to guess as the secret, and not the secret."""
-    return derive(secret, "wire-plain").hex()
+def job_secret(secret: bytes, nonce: bytes) -> bytes:
+    """What takes the secret's place on the wires of the one job whose coordinator drew `nonce`."""
+    return derive(secret, f"job {nonce.hex()}", SECRET_BYTES)

@@ -1,11 +1,11 @@
-"""The door of a ZeroMQ socket: who knows the job secret comes in, a stranger is refused before a byte reaches us.
+"""Authentication of ZeroMQ sockets: whoever knows the secret comes in, anybody else is refused before a byte reaches us.
 
 ZeroMQ asks whoever is bound to `inproc://zeromq.zap.01` about every connection (ZAP, ZeroMQ RFC 27). There is one such
 address per `zmq.Context`, so one `ZapHandler` serves all server sockets of its context. It is polled by the thread that
 polls those sockets; ZeroMQ lets a connection wait until `handle` has answered.
 
-    CURVE (encrypted)   accepted: exactly the public key derived for "wire-client"
-    PLAIN (otherwise)   accepted: user "stretto" with the derived password
+The mechanism is always CURVE, which authenticates both sides and encrypts. The server's public key is derived from the secret,
+so a stranger does not even get as far as the handler; the one client key that the handler accepts is derived from it as well.
 
 Order matters: make the handler before a secured socket is bound, or connections come in that nobody has checked.
 """
@@ -23,53 +23,49 @@ from zmq.utils import z85
 from stretto.job import secret as secrets
 
 DOMAIN = "stretto"
-USERNAME = "stretto"
+MECHANISM = b"CURVE"
+USER = b"stretto"
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 LOG_EVERY_S = 5.0
 
 log = logging.getLogger("stretto.job")
 
 
-def secure_server(socket: zmq.Socket[Any], secret: bytes, encrypted: bool) -> None:
-    """Let only those who know the secret connect to `socket`. Call before `bind`, with a `ZapHandler` in the
-    context."""
+def secure_server(socket: zmq.Socket[Any], secret: bytes) -> None:
+    """Let only those who know the secret connect to `socket`. Call before `bind`, with a `ZapHandler` in the context."""
+    _, secret_key = secrets.curve_keys(secret, "server")
     socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
-    if encrypted:
-        _, secret_key = secrets.curve_keys(secret, "wire-server")
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
-    else:
-        socket.setsockopt(zmq.PLAIN_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
 
 
-def secure_client(socket: zmq.Socket[Any], secret: bytes, encrypted: bool) -> None:
-    """Show that we know the secret when `socket` connects; encrypted, the server must show it too. Call before
-    `connect`."""
-    if encrypted:
-        server_public, _ = secrets.curve_keys(secret, "wire-server")
-        public, secret_key = secrets.curve_keys(secret, "wire-client")
-        socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
-    else:
-        socket.setsockopt_string(zmq.PLAIN_USERNAME, USERNAME)
-        socket.setsockopt_string(zmq.PLAIN_PASSWORD, secrets.plain_password(secret))
+def secure_client(socket: zmq.Socket[Any], secret: bytes) -> None:
+    """Show that we know the secret when `socket` connects; the server must show it too. Call before `connect`."""
+    server_public, _ = secrets.curve_keys(secret, "server")
+    public, secret_key = secrets.curve_keys(secret, "client")
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
 
 
 class ZapHandler:
     """Answers ZeroMQ's question "may this one connect?" for every secured server socket of one context."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, secret: bytes, encrypted: bool, domain: str = DOMAIN) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secret: bytes | None = None) -> None:
         self.refused = 0
         self.last_refused = ""  # the address it came from
         self.accepted = 0
-        self._domain = domain.encode()
-        self._mechanism = b"CURVE" if encrypted else b"PLAIN"
-        self._credentials = _expected_credentials(secret, encrypted)
+        self._client_key: bytes | None = None  # nobody is let in before it is known
         self._next_log = float("-inf")
+        if secret is not None:
+            self.accept(secret)
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(ZAP_ADDRESS)
+
+    def accept(self, secret: bytes) -> None:
+        """From now on, let those in who know this secret."""
+        self._client_key = z85.decode(secrets.curve_keys(secret, "client")[0])
 
     def handle(self) -> None:
         """Answer one request if there is one. Never blocks, never raises on what a stranger sent."""
@@ -80,7 +76,7 @@ class ZapHandler:
         request_id = frames[1] if len(frames) > 1 else b""
         if self._welcome(frames):
             self.accepted += 1
-            answer = [b"1.0", request_id, b"200", b"OK", USERNAME.encode(), b""]
+            answer = [b"1.0", request_id, b"200", b"OK", USER, b""]
         else:
             self._note_refusal(frames)
             answer = [b"1.0", request_id, b"400", b"this job has another secret", b"", b""]
@@ -90,14 +86,12 @@ class ZapHandler:
         self.socket.close(0)
 
     def _welcome(self, frames: list[bytes]) -> bool:
-        if len(frames) != 6 + len(self._credentials):
+        if self._client_key is None or len(frames) != 7:
             return False
-        version, _, domain, _, _, mechanism, *credentials = frames
-        if (version, domain, mechanism) != (b"1.0", self._domain, self._mechanism):
+        version, _, domain, _, _, mechanism, key = frames
+        if (version, domain, mechanism) != (b"1.0", DOMAIN.encode(), MECHANISM):
             return False
-        # All are compared, each in constant time: how long it takes tells nothing about where the difference is.
-        same = [hmac.compare_digest(*pair) for pair in zip(credentials, self._credentials, strict=True)]
-        return all(same)
+        return hmac.compare_digest(key, self._client_key)
 
     def _note_refusal(self, frames: list[bytes]) -> None:
         self.refused += 1
@@ -109,10 +103,3 @@ class ZapHandler:
         log.warning(
             "refused a stranger from %s: it does not know the job secret (%d refused so far)", self.last_refused, self.refused
         )
-
-
-def _expected_credentials(secret: bytes, encrypted: bool) -> list[bytes]:
-    if encrypted:
-        public, _ = secrets.curve_keys(secret, "wire-client")
-        return [z85.decode(public)]
-    return [USERNAME.encode(), secrets.plain_password(secret).encode()]

@@ -28,7 +28,7 @@ log = logging.getLogger("stretto.wire")
 class Said(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     what: str
-    failure: str = ""  # "", "lost", "timeout" or "refused"
+    failure: str = ""  # "", "lost", "timeout", "mismatch" or "refused"
     culprit: int = -1
     text: str = ""
 
@@ -85,6 +85,8 @@ class Agreement:
             self._say(Said(sequence, "", "lost", error.rank, error.reason))
         elif isinstance(error, WireTimeout):
             self._say(Said(sequence, "", "timeout", error.rank, error.tag))
+        elif isinstance(error, RankMismatch):
+            self._say(Said(sequence, "", "mismatch", self._wire.rank, str(error)))
         else:
             self._say(Said(sequence, "", "refused", self._wire.rank, str(error)))
         self._heard.pop(sequence, None)
@@ -122,6 +124,8 @@ class Agreement:
 def _as_error(source: int, said: Said) -> StrettoError:
     if said.failure == "lost":
         return PeerLost(said.culprit, said.text)
+    if said.failure == "mismatch":
+        return RankMismatch(said.text)
     if said.failure == "timeout":
         return WireError(f"rank {source} gave up waiting for rank {said.culprit} in {said.text}")
     return WireError(f"rank {source} did not take part: {said.text}")

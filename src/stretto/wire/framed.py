@@ -21,13 +21,13 @@ from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
 from stretto.job.membership import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
+from stretto.wire.awaited import Awaited
 from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, Tag, Wire
+from stretto.wire.door import MAX_STRANGERS, Door
 from stretto.wire.frames import FrameKind, Header
-from stretto.wire.shared_memory import Answer, Inbox, Offer, Outbox, folder
+from stretto.wire.shared_memory import Allowance, Answer, Inbox, Offer, Outbox, folder
 
 SHARED_FROM_BYTES = 16 << 10
-SLOT_BYTES = 2 << 20
-NUM_SLOTS = 4
 MAX_UNHEARD = 10_000  # control messages kept for a listener that is still to come
 
 TOPIC_HELLO = 0
@@ -70,19 +70,21 @@ class Expected:
 class Connection:
     """What this rank knows of one peer. Transports extend it."""
 
-    def __init__(self, rank: int, address: str, same_host: bool, pid: int) -> None:
-        self.rank = rank
-        self.address = address
-        self.same_host = same_host
-        self.pid = pid
+    def __init__(self, peer: Peer, mine: Peer, *, shared_memory: bool) -> None:
+        self.rank = peer.rank
+        self.address = peer.address
+        self.pid = peer.pid
+        self.near = mine.sees(peer)  # on this host, and its pid means the same process to both
+        self.may_share = self.near and shared_memory  # and no shared memory has been offered to it yet
         self.greeted = False
+        self.greeting = b""
         self.next_number = 0
         self.slots: dict[int, int] = {}  # message number -> slot of the outbox
         self.acks: list[int] = []
         self.outbox: Outbox | None = None
         self.outbox_open = False
         self.inbox: Inbox | None = None
-        self.waiting: deque[tuple[Handle, memoryview, int]] = deque()  # for a free slot
+        self.waiting: deque[tuple[Handle, memoryview, int]] = deque()  # for room in the outbox
 
     def number(self) -> int:
         self.next_number = self.next_number % 0xFFFFFFFF + 1  # never 0
@@ -92,12 +94,27 @@ class Connection:
 class FramedWire(Wire):
     """See the module's text."""
 
-    def __init__(self, rank: int, world_size: int, *, timeouts: Timeouts | None, generation: int, shared_memory: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        secret: bytes,
+        bind: str,
+        port: int,
+        timeouts: Timeouts | None,
+        generation: int,
+        shared_memory: bool,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.lost: dict[int, PeerLost] = {}
         self.timeouts = timeouts or Timeouts()
-        self.address = ""
+        self._door = Door(rank, bind, port, generation=generation, limit=MAX_STRANGERS + world_size)
+        self.address = self._door.address
+        self._secret = secret
+        self._allowance = Allowance()  # measured before any worker of this job has taken some
+        self._awaited = Awaited(rank, self.timeouts.connect_s)
         self._generation = generation
         self._shared_memory = shared_memory
         self._sent = 0
@@ -123,8 +140,11 @@ class FramedWire(Wire):
     # -- what a transport provides ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def connect(self, peers: Sequence[Peer]) -> None:
-        """Connect to every peer and exchange greetings; returns when all have answered."""
+    def connect(self, peers: Sequence[Peer], nonce: bytes) -> None:
+        """Connect to every peer and exchange greetings; returns when all have answered, and the port is closed then.
+
+        `nonce` is the same for all workers of one job, and of no other: with the secret it gives the job's keys.
+        """
 
     @abstractmethod
     def _connection(self, rank: int) -> Connection: ...
@@ -167,12 +187,15 @@ class FramedWire(Wire):
                 f"a message of {num_bytes} bytes: one message carries at most {frames.MAX_PAYLOAD_BYTES}. Send it in pieces."
             )
         connection = self._connection(to)
-        if connection.outbox_open and SHARED_FROM_BYTES <= num_bytes <= SLOT_BYTES:
-            connection.waiting.append((handle, data, dtype))
-            self._fill_slots(connection)
-        else:
-            self._sent += frames.HEADER_BYTES + num_bytes
-            self._send_payload(handle, data, dtype)
+        if num_bytes >= SHARED_FROM_BYTES:
+            if connection.outbox_open and connection.outbox is not None and num_bytes <= connection.outbox.num_bytes:
+                connection.waiting.append((handle, data, dtype))
+                self._fill_slots(connection)
+                return handle
+            if connection.may_share:
+                self._offer_shared_memory(connection)
+        self._sent += frames.HEADER_BYTES + num_bytes
+        self._send_payload(handle, data, dtype)
         return handle
 
     def _head(self, kind: FrameKind, tag: Tag, dtype: int, num_bytes: int, number: int = 0, slot: int = 0) -> bytes:
@@ -354,12 +377,19 @@ class FramedWire(Wire):
         if connection.greeted:
             return  # twice: nothing new
         connection.greeted = True
-        if connection.same_host and self._shared_memory:
-            self._make_outbox(connection)
+        connection.greeting = body
 
-    def _make_outbox(self, connection: Connection) -> None:
+    def _offer_shared_memory(self, connection: Connection) -> None:
+        """The first large message is on its way to this peer; later ones may take the shorter way."""
+        connection.may_share = False
+        num_bytes = self._allowance.take()
         try:
-            connection.outbox = Outbox(NUM_SLOTS, SLOT_BYTES)
+            if not num_bytes:
+                raise OSError(
+                    f"{self._allowance.free / 1e6:.0f} MB were free in {folder()}, of which all workers of this host together "
+                    f"take a quarter"
+                )
+            connection.outbox = Outbox(num_bytes)
         except OSError as problem:
             self._warn_once(
                 f"no shared memory towards rank {connection.rank} ({problem}); using sockets, which is slower. "
@@ -402,6 +432,17 @@ class FramedWire(Wire):
         """What is wrong with shared memory is mostly wrong towards every peer: said once, not once for each."""
         log.log(logging.DEBUG if self._warned else logging.WARNING, "rank %d: %s", self.rank, text)
         self._warned = True
+
+    # -- peers that come ----------------------------------------------------------------------------------------------
+
+    def _divide_shared_memory(self, peers: Sequence[Peer], mine: Peer) -> None:
+        self._allowance.divide(sum(peer.host == mine.host for peer in peers))
+        apart = [peer.rank for peer in peers if peer.host == mine.host and not mine.sees(peer)]
+        if apart and self._shared_memory:
+            self._warn_once(
+                f"rank {apart[0]} is on this host but in another PID namespace (a container of its own), so there is no shared "
+                f"memory towards it; using sockets, which is slower. Let the containers share one (docker run --pid)"
+            )
 
     # -- peers that go ------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,14 @@
     acceptor  -> connector   nonce a (16 random bytes), HMAC(key, "acceptor" | hello | a)
     connector -> acceptor    HMAC(key, "connector" | hello | a)
 
-key = HKDF(secret, "wire-tcp"). Each side's proof covers both nonces and both ranks, so it can neither be replayed nor reflected,
-and a stranger learns nothing from it. This authenticates the connection when it is made; it does not encrypt what follows, which
-is why this wire is for one host or a network that is trusted.
+key = HKDF(job's secret, "wire-tcp"), and so another one in every job. Each side's proof covers both nonces and both ranks, so it
+can neither be replayed nor reflected, and a stranger learns nothing from it. This authenticates the connection when it is
+made; it does not encrypt what follows, which is why this wire is for one host or a network that is trusted.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import secrets
@@ -39,13 +40,11 @@ def handshake_key(secret: bytes) -> bytes:
 
 
 def introduce_ourselves(connection: socket.socket, key: bytes, generation: int, rank: int, to: int) -> None:
-    """The connector's side. The socket must have a timeout. Raises SecretError when the other side proves nothing."""
+    """The connector's side. The socket must have a timeout. Raises SecretError when the other side's proof is wrong, OSError
+    when it hangs up or says nothing: it may be crowded by strangers, or not know the key yet. Then it is worth trying again."""
     hello = HELLO.pack(MAGIC, generation, rank, to, secrets.token_bytes(NONCE_BYTES))
     connection.sendall(hello)
-    try:
-        answer = receive_exactly(connection, NONCE_BYTES + PROOF_BYTES)
-    except Stranger:
-        answer = b""
+    answer = receive_exactly(connection, NONCE_BYTES + PROOF_BYTES)
     nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(key, b"acceptor", hello, nonce)):
         raise SecretError(
@@ -55,28 +54,65 @@ def introduce_ourselves(connection: socket.socket, key: bytes, generation: int, 
     connection.sendall(_proof(key, b"connector", hello, nonce))
 
 
-def welcome(connection: socket.socket, key: bytes, generation: int, rank: int) -> int:
-    """The acceptor's side: returns the connector's rank, or raises Stranger. The socket must have a timeout."""
-    hello = receive_exactly(connection, HELLO.size, silent=Probe)
-    magic, their_generation, their_rank, wanted, _ = HELLO.unpack(hello)
-    if magic != MAGIC or their_generation != generation or wanted != rank:
-        raise Stranger("not a worker of this job")
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    connection.sendall(nonce + _proof(key, b"acceptor", hello, nonce))
-    if not hmac.compare_digest(receive_exactly(connection, PROOF_BYTES), _proof(key, b"connector", hello, nonce)):
-        raise Stranger("it does not know the job's secret")
-    return int(their_rank)
-
-
-def receive_exactly(connection: socket.socket, num_bytes: int, silent: type[Stranger] = Stranger) -> bytes:
-    """So many bytes, or Stranger; `silent` when not even one has come."""
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes, or ConnectionAbortedError if the other side hangs up before."""
     parts = bytearray()
     while len(parts) < num_bytes:
         part = connection.recv(num_bytes - len(parts))
         if not part:
-            raise Stranger("it closed the connection") if parts else silent("it said nothing, and went away")
+            raise ConnectionAbortedError(errno.ECONNABORTED, "it hung up in the middle of the handshake")
         parts += part
     return bytes(parts)
+
+
+class Acceptor:
+    """The acceptor's side, without input and output.
+
+    Read at most `wanted` bytes from the connection, pass them to `hear`, then send what `answer` returns. Once `peer` is known
+    the handshake is over. The key may come later than the greeting: until then there is no answer.
+    """
+
+    def __init__(self, generation: int, rank: int) -> None:
+        self.peer: int | None = None
+        self._generation = generation
+        self._rank = rank
+        self._received = bytearray()
+        self._hello = b""
+        self._their_rank = -1
+        self._nonce = b""
+
+    @property
+    def wanted(self) -> int:
+        return (PROOF_BYTES if self._nonce else HELLO.size) - len(self._received)
+
+    def hear(self, data: bytes) -> None:
+        """Bytes have come, or, if there are none, the end of the stream. Raises Stranger."""
+        if not data:
+            if self._received or self._nonce:
+                raise Stranger("it closed the connection")
+            raise Probe("it said nothing, and went away")
+        self._received += data
+        if not self.wanted and not self._nonce:
+            self._greeted(bytes(self._received))
+
+    def _greeted(self, hello: bytes) -> None:
+        magic, generation, self._their_rank, wanted, _ = HELLO.unpack(hello)
+        if magic != MAGIC or generation != self._generation or wanted != self._rank:
+            raise Stranger("not a worker of this job")
+        self._hello = hello
+
+    def answer(self, key: bytes) -> bytes:
+        """What to send now; empty while more has to come. Raises Stranger."""
+        if self.wanted:
+            return b""
+        received, self._received = bytes(self._received), bytearray()
+        if not self._nonce:
+            self._nonce = secrets.token_bytes(NONCE_BYTES)
+            return self._nonce + _proof(key, b"acceptor", self._hello, self._nonce)
+        if not hmac.compare_digest(received, _proof(key, b"connector", self._hello, self._nonce)):
+            raise Stranger("it does not know the job's secret")
+        self.peer = self._their_rank
+        return b""
 
 
 def _proof(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:

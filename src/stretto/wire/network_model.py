@@ -125,7 +125,7 @@ class NetworkModel:
     default: Link = field(default_factory=Link)
     links: Mapping[tuple[NodeName, NodeName], Link] = field(default_factory=dict)
     detect_s: float = 0.01
-    silence_s: float = 10.0
+    silence_s: float = 30.0
 
     def __post_init__(self) -> None:
         if not (self.detect_s >= 0 and self.silence_s > 0):

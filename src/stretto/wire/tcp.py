@@ -3,24 +3,24 @@
 ZeroMQ hands every message from thread to thread and receives into memory of its own; that cost 15-20 % of a 32 MB
 all-reduce between four hosts on two cores (docs/design.md has the figures). Here the communication thread itself writes
 from the caller's memory and reads into it, with nothing in between (where there are processors to spare, a second thread
-does the writing: `tcp_writer.py`). What ZeroMQ gives beyond that, encryption and heartbeats without the interpreter lock,
-is why it stays the wire between hosts that do not trust their network.
+does the writing: `tcp_writer.py`). What ZeroMQ gives beyond that, encryption, is why it stays the wire between hosts that do
+not trust their network.
 
     send    header and payload leave in one system call where they fit; done when the kernel has the last byte
     recv    the header says which receive it is for; the payload is read into the tensor (copy) or into one
             reused buffer and added from there (add)
 
-The lower rank accepts, the higher connects; both prove that they know the job's secret (`handshake.py`). Then the port
-is closed. A goodbye travels on the same connection before its end, so an end without one is a loss, at once. Heartbeats
-are frames sent when there is nothing else to say. A silent worker of the same host is looked up in /proc first: one that
-holds the interpreter lock for long is busy, not lost; between hosts that cannot be seen, and `silence_s` must be longer
-than the longest such stretch.
+The lower rank accepts, the higher connects; both prove that they know the job's secret (`handshake.py`, `door.py`). Then the port
+is closed. A goodbye travels on the same connection before its end, so an end without one is a loss, at once.
+
+Silence. Heartbeats are frames sent when there is nothing else to say. A peer from which nothing has come for `silence_s` is
+lost, unless it can be seen to be alive: heartbeats are sent by Python, and a worker that holds the interpreter lock for long is
+busy, not lost. On this host its process is looked up in /proc; elsewhere it has a pulse (`pulse.py`), which needs no lock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import queue
 import select
@@ -31,23 +31,28 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from stretto.errors import ConfigurationError, SecretError, UnreachableError
-from stretto.job.hosts import join_address, split_address
+from stretto.errors import SecretError
+from stretto.job.hosts import split_address
 from stretto.job.membership import Peer
+from stretto.job.secret import job_secret
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
+from stretto.wire.awaited import TRY_EVERY_S
 from stretto.wire.base import Handle
+from stretto.wire.door import HANDSHAKE_S, can_hide
 from stretto.wire.framed import TOPIC_HELLO, Connection, Expected, FramedWire, log
 from stretto.wire.frames import FrameKind, Header
-from stretto.wire.handshake import Probe, Stranger, handshake_key, introduce_ourselves, welcome
+from stretto.wire.handshake import handshake_key, introduce_ourselves
+from stretto.wire.pulse import Acquaintance, Pulse
 from stretto.wire.tcp_writer import Writer
 
 READ_AHEAD_BYTES = 64 << 10
 READS_AT_ONCE = 8  # per connection and turn, so that one busy peer does not starve the others
 MAX_GATHER = 16
 HAND_OVER_BYTES = 256 << 10  # smaller payloads are written faster than handed to the writing thread
-HANDSHAKE_S = 5.0
 RETRY_S = 0.05
+BEATS = 6  # heartbeats within `silence_s`: a short outage costs some of them, and TCP takes a while to catch up afterwards
+LOOKS = 40  # at the time, within `silence_s`
 
 
 class _Outgoing:
@@ -63,8 +68,8 @@ class _Outgoing:
 class Stream(Connection):
     """One TCP connection and how far reading and writing have got on it."""
 
-    def __init__(self, peer: Peer, same_host: bool, connection: socket.socket, now: float) -> None:
-        super().__init__(peer.rank, peer.address, same_host, peer.pid)
+    def __init__(self, peer: Peer, mine: Peer, connection: socket.socket, now: float, *, shared_memory: bool) -> None:
+        super().__init__(peer, mine, shared_memory=shared_memory)
         self.socket = connection
         self.descriptor = connection.fileno()
         self.outgoing: deque[_Outgoing] = deque()
@@ -72,7 +77,8 @@ class Stream(Connection):
         self.lock = threading.Lock()  # for what the writing thread touches too, where there is one
         self.handed_over = False
         self.closed = False
-        self.heard_at = self.spoke_at = now
+        self.spoke_at = now
+        self.silent_s = 0.0  # counted only while we were listening
         self.warned = False
         # Reading: bytes taken from the kernel and not looked at yet are ahead[begin:end].
         self.ahead = memoryview(bytearray(READ_AHEAD_BYTES))
@@ -118,119 +124,66 @@ class TcpWire(FramedWire):
         shared_memory: bool = True,
         write_in_thread: bool = False,
     ) -> None:
-        super().__init__(rank, world_size, timeouts=timeouts, generation=generation, shared_memory=shared_memory)
+        super().__init__(
+            rank, world_size, secret=secret, bind=bind, port=port, timeouts=timeouts, generation=generation,
+            shared_memory=shared_memory,
+        )  # fmt: skip
         self._writer = Writer(self.wake) if write_in_thread else None
-        self._key = handshake_key(secret)
+        self._pulse: Pulse | None = None
         self._connections: dict[int, Stream] = {}
         self._by_descriptor: dict[int, Stream] = {}
         self._poller = select.poll()
         self._poller.register(self._far.fileno(), select.POLLIN)
-        self._at_the_door: set[socket.socket] = set()  # connections that have not proved anything yet
         self._unfinished: set[int] = set()  # ranks with bytes read ahead that wait for another turn
         self._looked_at = self.now()
-        try:
-            family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-            self._listener = socket.create_server((bind, port), family=family, backlog=1024)
-        except OSError as error:
-            self._release()
-            raise ConfigurationError(
-                f"rank {rank} cannot listen on {bind}:{port or 'any port'}: {error.strerror}.\n"
-                f"Choose another address or port, or none to let the system pick a free port."
-            ) from error
-        self.address = join_address(*self._listener.getsockname()[:2])
         # A forked child (a DataLoader's worker) would keep the connections open after this process has died: nobody would notice.
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_child(this))
 
     # -- making connections -------------------------------------------------------------------------------------------
 
-    def connect(self, peers: Sequence[Peer]) -> None:
-        """Connect to every peer and exchange greetings; returns when all have answered."""
+    def connect(self, peers: Sequence[Peer], nonce: bytes) -> None:
         mine = next(peer for peer in peers if peer.rank == self.rank)
+        secret = job_secret(self._secret, nonce)
         deadline = self.now() + self.timeouts.connect_s
-        arrived: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
-        done = threading.Event()
-        acceptor = threading.Thread(target=self._accept, args=(arrived, done), name="stretto-accept", daemon=True)
-        acceptor.start()
+        self._divide_shared_memory(peers, mine)
+        self._door.open(handshake_key(secret))
         try:
             for peer in peers:
                 if peer.rank < self.rank:
-                    self._adopt(peer, mine, self._dial(peer, deadline))
-            self._await_higher_ranks(peers, mine, arrived, deadline)
+                    self._adopt(peer, mine, self._dial(peer, handshake_key(secret), deadline))
+            self._await_higher_ranks(peers, mine, deadline)
+            self._greet(peers, mine, secret, deadline)
         finally:
-            done.set()
-            acceptor.join(HANDSHAKE_S)
-            self._listener.close()
-            self._send_away(arrived)
-        for rank in self._connections:
-            self.post(rank, TOPIC_HELLO, b"")
-        while not all(connection.greeted for connection in self._connections.values()):
-            self._raise_if_lost()
-            if self.now() > deadline:
-                self._give_up([peer for peer in peers if peer.rank != self.rank], "no greeting came back")
-            self.progress(0.2)
+            self._door.close()
 
-    def _send_away(self, arrived: queue.Queue[tuple[int, socket.socket]]) -> None:
-        """Everybody is here: whoever still stands at the door is a stranger."""
-        for connection in list(self._at_the_door):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # ends its thread, which closes it
-        with contextlib.suppress(queue.Empty):
-            while True:
-                arrived.get_nowait()[1].close()
-
-    def _dial(self, peer: Peer, deadline: float) -> socket.socket:
+    def _dial(self, peer: Peer, key: bytes, deadline: float) -> socket.socket:
         while True:
             try:
                 connection = socket.create_connection(split_address(peer.address), timeout=HANDSHAKE_S)
                 try:
-                    introduce_ourselves(connection, self._key, self._generation, self.rank, peer.rank)
+                    introduce_ourselves(connection, key, self._generation, self.rank, peer.rank)
                     return connection
                 except (OSError, SecretError):
                     connection.close()
                     raise
+            except ConnectionRefusedError:
+                raise self._awaited.gone(peer) from None
             except OSError as error:
                 if self.now() > deadline:
-                    self._give_up([peer], str(error))
-                threading.Event().wait(RETRY_S)  # a full backlog or a route that is just coming up
+                    raise self._awaited.unreachable([peer], str(error)) from error
+                threading.Event().wait(RETRY_S)  # strangers crowd its port, or a route is just coming up
 
-    def _accept(self, arrived: queue.Queue[tuple[int, socket.socket]], done: threading.Event) -> None:
-        self._listener.settimeout(0.1)
-        while not done.is_set():
-            try:
-                connection, address = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return
-            # A stranger that says nothing must not keep a worker waiting: each gets a short life of its own.
-            threading.Thread(target=self._welcome, args=(connection, address, arrived), daemon=True).start()
-
-    def _welcome(self, connection: socket.socket, address: object, arrived: queue.Queue[tuple[int, socket.socket]]) -> None:
-        connection.settimeout(HANDSHAKE_S)
-        self._at_the_door.add(connection)
-        try:
-            arrived.put((welcome(connection, self._key, self._generation, self.rank), connection))
-        except (OSError, Stranger) as problem:
-            level = logging.DEBUG if isinstance(problem, Probe) else logging.WARNING
-            log.log(level, "rank %d turned away a stranger from %s: %s", self.rank, address, problem)
-            connection.close()
-        finally:
-            self._at_the_door.discard(connection)
-
-    def _await_higher_ranks(
-        self,
-        peers: Sequence[Peer],
-        mine: Peer,
-        arrived: queue.Queue[tuple[int, socket.socket]],
-        deadline: float,
-    ) -> None:
+    def _await_higher_ranks(self, peers: Sequence[Peer], mine: Peer, deadline: float) -> None:
         missing = {peer.rank: peer for peer in peers if peer.rank > self.rank}
         while missing:
             try:
-                rank, connection = arrived.get(timeout=max(0.01, deadline - self.now()))
+                rank, connection = self._door.arrived.get(timeout=TRY_EVERY_S)
             except queue.Empty:
-                self._give_up(list(missing.values()), "it did not connect")
+                self._awaited.try_one(list(missing.values()), self.now())
+                if self.now() > deadline:
+                    raise self._awaited.unreachable(list(missing.values()), "it did not connect") from None
+                continue
             if rank in missing:
                 self._adopt(missing.pop(rank), mine, connection)
             else:
@@ -239,19 +192,27 @@ class TcpWire(FramedWire):
     def _adopt(self, peer: Peer, mine: Peer, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        mine_too = peer.host == mine.host
-        adopted = Stream(peer, mine_too, connection, self.now())
+        adopted = Stream(peer, mine, connection, self.now(), shared_memory=self._shared_memory)
         self._connections[peer.rank] = adopted
         self._by_descriptor[adopted.descriptor] = adopted
         self._poller.register(adopted.descriptor, select.POLLIN)
 
-    def _give_up(self, missing: list[Peer], why: str) -> None:
-        listing = ", ".join(f"rank {peer.rank} at {peer.address}" for peer in missing)
-        raise UnreachableError(
-            f"rank {self.rank} could not reach {listing} within {self.timeouts.connect_s:g} s ({why}).\n"
-            f"A firewall may block the port, or the worker publishes an interface that is not routed here: "
-            f"set STRETTO_INTERFACE on that host to the interface (or address) the others can reach."
-        )
+    def _greet(self, peers: Sequence[Peer], mine: Peer, secret: bytes, deadline: float) -> None:
+        """Exchange greetings with everybody, and give a pulse to those that cannot be looked up in /proc."""
+        far = [connection.rank for connection in self._connections.values() if not connection.near]
+        if far and can_hide():  # a second port that stays open would be one more for strangers to crowd
+            host, _ = split_address(mine.address)
+            self._pulse = Pulse(self.rank, host, secret, self.timeouts.silence_s)
+        for rank in self._connections:
+            self.post(rank, TOPIC_HELLO, self._pulse.greeting if self._pulse is not None and rank in far else b"")
+        while not all(connection.greeted for connection in self._connections.values()):
+            self._raise_if_lost()
+            if self.now() > deadline:
+                raise self._awaited.unreachable([peer for peer in peers if peer.rank != self.rank], "no greeting came back")
+            self.progress(0.2)
+        if self._pulse is not None:
+            known = [self._connections[rank] for rank in far if rank not in self.lost and self._connections[rank].greeting]
+            self._pulse.meet({each.rank: Acquaintance(each.address, each.greeting) for each in known}, deadline)
 
     # -- what every framed wire needs from its transport --------------------------------------------------------------
 
@@ -296,6 +257,8 @@ class TcpWire(FramedWire):
             if rank in self._left:
                 self._last_word(connection)
             del self._by_descriptor[connection.descriptor]
+            if self._pulse is not None:
+                self._pulse.forget(rank)
             self._unfinished.discard(rank)
             self._poller.unregister(connection.descriptor)
             with connection.lock:
@@ -338,7 +301,7 @@ class TcpWire(FramedWire):
     def progress(self, timeout_s: float) -> None:
         if self._unacked:
             self._flush_acks()
-        timeout_s = 0.0 if self._unfinished else min(timeout_s, self.timeouts.silence_s / 10)
+        timeout_s = 0.0 if self._unfinished else min(timeout_s, self.timeouts.silence_s / LOOKS)
         wake = self._far.fileno()
         for descriptor, event in self._poller.poll(timeout_s * 1000):
             if descriptor == wake:
@@ -421,7 +384,7 @@ class TcpWire(FramedWire):
         if not received:
             self._lose(connection.rank, "its connection closed without a goodbye (its process ended or was killed)")
             return False
-        connection.heard_at = self.now()
+        connection.silent_s = 0.0
         self._digest(connection)
         return True
 
@@ -502,28 +465,39 @@ class TcpWire(FramedWire):
 
     def _look_after_silence(self) -> None:
         now = self.now()
-        pause, self._looked_at = now - self._looked_at, now
+        since, silence_s = now - self._looked_at, self.timeouts.silence_s
+        if since < silence_s / LOOKS:
+            return
+        self._looked_at = now
         for connection in list(self._by_descriptor.values()):
-            if pause > self.timeouts.silence_s / 4:
-                connection.heard_at = now  # it was we who did not listen
-            if now - connection.spoke_at > self.timeouts.silence_s / 5 and not connection.outgoing:
+            # While this process was stopped, or its communication thread got no turn, nobody listened. Peers may have been
+            # stopped at the same time (Ctrl-Z stops a whole job), so such a pause counts for no more than one heartbeat.
+            connection.silent_s += min(since, silence_s / BEATS)
+            if now - connection.spoke_at > silence_s / BEATS and not connection.outgoing:
                 self._control(connection.rank, FrameKind.HEARTBEAT)
-            if now - connection.heard_at > self.timeouts.silence_s * 0.8:  # we look every tenth of it, or less often
-                self._judge_silence(connection, now)
+            # What was heard since the last look counts from that look: one more of these intervals, and nobody is lost too early.
+            if connection.silent_s > silence_s * (1 + 1 / LOOKS):
+                self._judge_silence(connection)
 
-    def _judge_silence(self, connection: Stream, now: float) -> None:
-        if connection.same_host and _is_running(connection.pid):
+    def _judge_silence(self, connection: Stream) -> None:
+        if self._is_alive(connection):
             if not connection.warned:
                 connection.warned = True
                 log.warning(
                     "rank %d: rank %d has been silent for %.0f s, but its process %d is running: it seems to hold the "
-                    "interpreter lock", self.rank, connection.rank, now - connection.heard_at, connection.pid,
+                    "interpreter lock", self.rank, connection.rank, connection.silent_s, connection.pid,
                 )  # fmt: skip
             return
         self._lose(
             connection.rank,
-            f"silent for {now - connection.heard_at:.0f} s (its process is stopped, or its host or network is down)",
+            f"silent for {connection.silent_s:.0f} s (its process is stopped, or its host or network is down)",
         )
+
+    def _is_alive(self, connection: Stream) -> bool:
+        """Whether a silent worker can be seen to be alive in another way."""
+        if connection.near:
+            return _is_running(connection.pid)
+        return self._pulse is not None and self._pulse.silent_s(connection.rank) <= self.timeouts.silence_s
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -543,10 +517,9 @@ class TcpWire(FramedWire):
             if rank not in self.lost:
                 self._drop(rank)
                 self._close_boxes(self._connections[rank])
-        self._listener.close()
-        self._release()
-
-    def _release(self) -> None:
+        self._door.close()
+        if self._pulse is not None:
+            self._pulse.close()
         if self._writer is not None:
             self._writer.stop(1.0)
         self._near.close()
@@ -556,7 +529,7 @@ class TcpWire(FramedWire):
 def _close_in_child(reference: weakref.ref[TcpWire]) -> None:
     wire = reference()
     if wire is not None and not wire._closed:
-        wire._listener.close()
+        wire._door.close_in_child()
         for connection in wire._by_descriptor.values():
             connection.socket.close()
 

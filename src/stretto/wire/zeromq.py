@@ -7,14 +7,16 @@ sender's own connection, so each side learns of the other's death from its own c
     larger          sent without a copy: done when the receiver has acknowledged it
     same host       copied once into a slot of shared memory, read there by the receiver
 
-Failure. ZMTP heartbeats run in ZeroMQ's own threads. A closed connection means a lost peer after `GRACE_S` (in which a goodbye on
-the other connection may still come in); a silent one after at most `silence_s`. Both connections of a pair count, so a peer that
-has given us up, or whose message was too large to be let in, is lost here as well. A peer that is lost stays lost: ZeroMQ would
-reconnect and go on after losing messages, which no collective survives.
+Failure. ZMTP heartbeats run in ZeroMQ's own threads, without the interpreter lock. A closed connection means a lost peer after
+`GRACE_S` (in which a goodbye on the other connection may still come in), and ZeroMQ closes one on which nothing has come for
+`silence_s`. Both connections of a pair count, so a peer that has given us up, or whose message was too large to be let in, is
+lost here as well. A peer that is lost stays lost: ZeroMQ would reconnect and go on after losing messages, which no collective
+survives.
 
-Security. CURVE: server and client keys by HKDF from the job's secret, so who lacks the secret cannot finish the handshake. With
-`encrypt=False` PLAIN with a password derived from the secret: no encryption, but strangers are still turned away. (Where no
-encryption is wanted `tcp.py` is the faster wire; see there.)
+Security. CURVE: server and client keys by HKDF from the job's secret, so who lacks the secret cannot finish the handshake. Until
+the workers know each other the port is in the hands of `door.py`, which lets nobody in. ZeroMQ listens there from then on until
+all are connected, a fraction of a second as a rule; after that nobody can connect. In between the number of connections that
+have not finished a handshake is bounded (`doorstep.py`), and so is the message that each of them may announce.
 """
 
 from __future__ import annotations
@@ -29,35 +31,43 @@ from collections.abc import Sequence
 
 import zmq
 
-from stretto.errors import ConfigurationError, SecretError, UnreachableError
-from stretto.job.hosts import join_address
+from stretto.errors import UnreachableError
+from stretto.job.doorstep import Doorstep
+from stretto.job.hosts import join_address, split_address
 from stretto.job.membership import Peer
+from stretto.job.monitor import open_monitor
+from stretto.job.secret import job_secret
 from stretto.job.zap import ZapHandler, secure_client, secure_server
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.base import Handle
+from stretto.wire.door import HANDSHAKE_S, MAX_STRANGERS, hide
 from stretto.wire.framed import TOPIC_HELLO, Connection, FramedWire
 from stretto.wire.frames import FrameKind
 from stretto.wire.zeromq_watch import EVENTS, LISTENER, LISTENER_EVENTS, Event, Seen, Watcher
 
 INLINE_BYTES = 32 << 10  # header and payload in one part
+PART_BYTES = 2 << 20  # larger payloads travel in several parts: strangers can announce no more than one part may have
 COPIED_BYTES = 128 << 10  # below this a copy is cheaper than tracking when the memory is free again
 GRACE_S = 0.2
 FAREWELL_MS = 200  # for our last word to a peer that leaves; it waits for it, so this is only used up if it dies meanwhile
+BEATS = 20  # heartbeats within `silence_s`
+STRANGERS_LATER = 8  # connections that a running job bears with, where the kernel does not let us hide its port
 DRAIN_AT_ONCE = 32
 IDENTITY = struct.Struct("<I8s")
 
 
 class _Connection(Connection):
-    def __init__(self, peer: Peer, same_host: bool, dealer: zmq.Socket[bytes]) -> None:
-        super().__init__(peer.rank, peer.address, same_host, peer.pid)
+    def __init__(self, peer: Peer, mine: Peer, dealer: zmq.Socket[bytes], *, shared_memory: bool) -> None:
+        super().__init__(peer, mine, shared_memory=shared_memory)
         self.dealer = dealer
         self.connected = False
+        self.hung_up = 0  # handshakes that it broke off
         self.unacknowledged: dict[int, Handle] = {}
 
 
 class ZeroMQWire(FramedWire):
-    """See the module's text. `bind` in the constructor, then publish `address`, then `connect` to everybody."""
+    """See the module's text. The constructor listens; publish `address`, then `connect` to everybody."""
 
     segment_bytes = 1 << 20  # a message is encrypted whole before its first byte leaves: shorter ones overlap better
 
@@ -67,25 +77,26 @@ class ZeroMQWire(FramedWire):
         world_size: int,
         *,
         secret: bytes,
-        encrypt: bool = True,
         bind: str = "127.0.0.1",
         port: int = 0,
         timeouts: Timeouts | None = None,
         generation: int = 0,
         shared_memory: bool = True,
     ) -> None:
-        super().__init__(rank, world_size, timeouts=timeouts, generation=generation, shared_memory=shared_memory)
-        self._secret = secret
-        self._encrypt = encrypt
+        super().__init__(
+            rank, world_size, secret=secret, bind=bind, port=port, timeouts=timeouts, generation=generation,
+            shared_memory=shared_memory,
+        )  # fmt: skip
         self._identity = IDENTITY.pack(rank, secrets.token_bytes(8))
         self._connections: dict[int, _Connection] = {}
         self._sources: dict[bytes, int] = {}
         self._incoming: dict[int, int] = {}  # number of a connection that we accepted -> the rank that made it
         self._suspects: dict[int, float] = {}  # rank -> when its silence becomes a loss
-        self._refused: set[int] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2 if (os.cpu_count() or 1) >= 8 else 1)
-        self._watcher = Watcher(ZapHandler(self._context, encrypted=encrypt, secret=secret), self.wake)
-        self._router = self._listen_on(bind, port)
+        self._zap = ZapHandler(self._context)
+        self._doorstep = Doorstep(MAX_STRANGERS + world_size)
+        self._watcher = Watcher(self._zap, self._doorstep, self.wake)
+        self._router = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._far.fileno(), zmq.POLLIN)
@@ -95,80 +106,73 @@ class ZeroMQWire(FramedWire):
 
     # -- making connections -------------------------------------------------------------------------------------------
 
-    def _listen_on(self, host: str, port: int) -> zmq.Socket[bytes]:
-        router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.RCVHWM, 0)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.MAXMSGSIZE, frames.MAX_PAYLOAD_BYTES + frames.HEADER_BYTES)
-        self._set_heartbeat(router)
-        secure_server(router, self._secret, encrypted=self._encrypt)
-        try:
-            router.setsockopt(zmq.IPV6, int(":" in host))
-            router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            router.close(0)
-            self._release()
-            raise ConfigurationError(
-                f"rank {self.rank} cannot listen on {host}:{port or 'any port'}: {error}.\n"
-                f"Choose another address or port, or none to let the system pick a free port."
-            ) from error
-        self._watcher.add(LISTENER, router.get_monitor_socket(LISTENER_EVENTS))
-        endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        self.address = endpoint.rstrip(b"\0").decode().removeprefix("tcp://")
-        return router
-
-    def _set_heartbeat(self, zmq_socket: zmq.Socket[bytes]) -> None:
-        silence_ms = self.timeouts.silence_s * 1000
-        zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(silence_ms / 5)))
-        zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(silence_ms * 0.65)))
-
-    def connect(self, peers: Sequence[Peer]) -> None:
-        """Connect to every peer and exchange greetings; returns when all have answered."""
+    def connect(self, peers: Sequence[Peer], nonce: bytes) -> None:
         mine = next(peer for peer in peers if peer.rank == self.rank)
+        secret = job_secret(self._secret, nonce)
+        deadline = self.now() + self.timeouts.connect_s
+        self._divide_shared_memory(peers, mine)
+        listener = self._listen(secret)
         for peer in peers:
             if peer.rank != self.rank:
-                self._connect_one(peer, same_host=peer.host == mine.host)
-        deadline = self.now() + self.timeouts.connect_s
+                self._connect_one(peer, mine, secret)
         # `connected` too: our greeting goes out when the connection is made, and a peer may wait for it when we have theirs.
         while not all(connection.greeted and connection.connected for connection in self._connections.values()):
-            if self._refused:
-                self._give_up_refused()
             self._raise_if_lost()
+            # A peer hides its port when it has our greeting, so only those may be tried that we are not connected to.
+            apart = [peer for peer in peers if peer.rank != self.rank and not self._connections[peer.rank].connected]
+            self._awaited.try_one(apart, self.now())
             if self.now() > deadline:
-                self._give_up_unreachable()
+                raise self._give_up_some(peers)
             self.progress(0.2)
+        if not hide(listener):
+            self._doorstep.limit = STRANGERS_LATER
+        listener.close()
 
-    def _connect_one(self, peer: Peer, *, same_host: bool) -> None:
+    def _listen(self, secret: bytes) -> socket.socket:
+        """Let ZeroMQ accept at the port that the door has kept so far. Returns the listening socket."""
+        router = self._router
+        router.setsockopt(zmq.RCVHWM, 0)
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.IPV6, int(self.address.startswith("[")))
+        router.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + frames.HEADER_BYTES)  # the rest is for what encryption adds
+        self._set_times(router)
+        self._zap.accept(secret)
+        secure_server(router, secret)
+        self._watcher.add(LISTENER, open_monitor(router, LISTENER_EVENTS))
+        listener = self._door.take_over()
+        router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))  # ZeroMQ closes what it was given
+        router.bind(f"tcp://{self.address}")
+        return listener
+
+    def _set_times(self, zmq_socket: zmq.Socket[bytes]) -> None:
+        """ZeroMQ closes a connection when so long after a heartbeat of ours nothing has come in. On the other connection of the
+        pair something may have come in until the next heartbeat would have been due: nobody is lost before `silence_s`."""
+        silence_ms = int(self.timeouts.silence_s * 1000)
+        beat_ms = max(50, silence_ms // BEATS)
+        zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, beat_ms)
+        zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms + beat_ms)
+        zmq_socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+
+    def _connect_one(self, peer: Peer, mine: Peer, secret: bytes) -> None:
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.ROUTING_ID, self._identity)
         dealer.setsockopt(zmq.SNDHWM, 0)
-        dealer.setsockopt(zmq.RECONNECT_IVL, 50)
+        dealer.setsockopt(zmq.IPV6, int(peer.address.startswith("[")))
+        dealer.setsockopt(zmq.RECONNECT_IVL, 10)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(self.timeouts.connect_s * 1000))
-        self._set_heartbeat(dealer)
-        secure_client(dealer, self._secret, encrypted=self._encrypt)
-        monitor = dealer.get_monitor_socket(EVENTS)
-        self._connections[peer.rank] = _Connection(peer, same_host, dealer)
+        self._set_times(dealer)
+        secure_client(dealer, secret)
+        monitor = open_monitor(dealer, EVENTS)
+        self._connections[peer.rank] = _Connection(peer, mine, dealer, shared_memory=self._shared_memory)
         self._watcher.add(peer.rank, monitor)
-        dealer.setsockopt(zmq.IPV6, int(peer.address.startswith("[")))
-        dealer.connect(f"tcp://{peer.address}")
+        dealer.connect(f"tcp://{join_address(*split_address(peer.address))}")
 
-    def _give_up_refused(self) -> None:
-        rank = min(self._refused)
-        raise SecretError(
-            f"rank {rank} at {self._connections[rank].address} refused rank {self.rank}: the two do not share the "
-            f"job's secret.\nGive every node the same --secret-file, and start all of them for the same job."
-        )
-
-    def _give_up_unreachable(self) -> None:
-        missing = [each for each in self._connections.values() if not (each.greeted and each.connected)]
-        listing = ", ".join(f"rank {connection.rank} at {connection.address}" for connection in missing)
-        raise UnreachableError(
-            f"rank {self.rank} could not reach {listing} within {self.timeouts.connect_s:g} s.\n"
-            f"A firewall may block the port, or the worker publishes an interface that is not routed here: "
-            f"set STRETTO_INTERFACE on that host to the interface (or address) the others can reach."
-        )
+    def _give_up_some(self, peers: Sequence[Peer]) -> UnreachableError:
+        missing = {each.rank: each for each in self._connections.values() if not (each.greeted and each.connected)}
+        hung_up = any(each.hung_up for each in missing.values())
+        why = "somebody answers there, and does not know this job's secret" if hung_up else "no answer"
+        return self._awaited.unreachable([peer for peer in peers if peer.rank in missing], why)
 
     # -- what every framed wire needs from its transport --------------------------------------------------------------
 
@@ -197,7 +201,10 @@ class ZeroMQWire(FramedWire):
             connection.unacknowledged[number] = handle
             head = self._head(FrameKind.BULK, tag, dtype, num_bytes, number)
             connection.dealer.send(head, zmq.NOBLOCK | zmq.SNDMORE)
-            connection.dealer.send(data, zmq.NOBLOCK, copy=False)
+            last = (num_bytes - 1) // PART_BYTES * PART_BYTES
+            for begin in range(0, last, PART_BYTES):
+                connection.dealer.send(data[begin : begin + PART_BYTES], zmq.NOBLOCK | zmq.SNDMORE, copy=False)
+            connection.dealer.send(data[last:], zmq.NOBLOCK, copy=False)
 
     def _acknowledged(self, connection: Connection, number: int) -> None:
         super()._acknowledged(connection, number)
@@ -251,26 +258,25 @@ class ZeroMQWire(FramedWire):
     def _take(self, identity: bytes) -> None:
         router = self._router
         head = self._head_from(identity)
-        body = router.recv(copy=False) if router.getsockopt(zmq.RCVMORE) else None
-        extra = 0
+        parts: list[zmq.Frame] = []
         while router.getsockopt(zmq.RCVMORE):
-            router.recv()
-            extra += 1
+            parts.append(router.recv(copy=False))
         source = self._sources.get(identity)
         if source is None or source in self.lost:
             return
         try:
             header = self._checked(source, head)
-            if extra or (header.kind == FrameKind.BULK) != (body is not None):
+            if len(parts) != (-(-header.num_bytes // PART_BYTES) if header.kind == FrameKind.BULK else 0):
                 raise ValueError("parts missing or not called for")
-            if body is not None and len(body.buffer) != header.num_bytes:
-                raise ValueError(f"{len(body.buffer)} bytes of payload, {header.num_bytes} declared")
+            num_bytes = sum(len(part.buffer) for part in parts)
+            if parts and num_bytes != header.num_bytes:
+                raise ValueError(f"{num_bytes} bytes of payload, {header.num_bytes} declared")
         except ValueError as problem:
             self._lose(source, f"it sent a bad frame: {problem}")
             return
         if header.kind == FrameKind.BULK and header.number:
             self._owe_ack(self._connections[source], header.number)  # it is here: the sender's memory is free
-        self._dispatch(source, header, memoryview(head)[frames.HEADER_BYTES :] if body is None else body.buffer)
+        self._dispatch(source, header, _payload(head, parts))
 
     def _head_from(self, identity: bytes) -> bytes:
         router = self._router
@@ -288,7 +294,7 @@ class ZeroMQWire(FramedWire):
         rank = int(IDENTITY.unpack(identity)[0])
         if rank in self._connections and rank not in self._sources.values():
             self._sources[identity] = rank
-            connection = self._watcher.connection_on(descriptor)
+            connection = self._watcher.admit(descriptor)
             if connection is not None:
                 self._incoming[connection] = rank
 
@@ -302,7 +308,7 @@ class ZeroMQWire(FramedWire):
                 del self._suspects[rank]
                 self._lose(
                     rank,
-                    f"its connection broke or fell silent for {self.timeouts.silence_s:g} s "
+                    f"its connection broke or was silent for {self.timeouts.silence_s:g} s "
                     f"(process killed or stopped, host or network down)",
                 )
 
@@ -318,8 +324,9 @@ class ZeroMQWire(FramedWire):
         if event.seen is Seen.CONNECTED and not connection.connected:
             connection.connected = True
             self.post(event.rank, TOPIC_HELLO, b"")
-        elif event.seen is Seen.REFUSED and not connection.connected:
-            self._refused.add(event.rank)
+        elif event.seen is Seen.HUNG_UP and not connection.connected:
+            # It may not have been told about everybody yet, or be crowded by strangers: ZeroMQ tries again.
+            connection.hung_up += 1
         elif event.seen is Seen.DISCONNECTED and connection.connected:
             self._suspect(event.rank)
 
@@ -344,15 +351,19 @@ class ZeroMQWire(FramedWire):
             if rank not in self.lost:
                 self._drop(rank)
                 self._close_boxes(self._connections[rank])
+        self._door.close()
         self._router.disable_monitor()
         self._router.close(0)
-        self._release()
-
-    def _release(self) -> None:
         self._watcher.stop(1.0)
         self._context.term()
         self._near.close()
         self._far.close()
+
+
+def _payload(head: bytes, parts: list[zmq.Frame]) -> memoryview:
+    if not parts:
+        return memoryview(head)[frames.HEADER_BYTES :]
+    return parts[0].buffer if len(parts) == 1 else memoryview(b"".join(part.buffer for part in parts))
 
 
 def _close_in_child(reference: weakref.ref[ZeroMQWire]) -> None:
@@ -368,7 +379,7 @@ def _close_in_child(reference: weakref.ref[ZeroMQWire]) -> None:
             with contextlib.suppress(OSError):
                 ends.append(probe.getpeername())
             probe.close()
-            if any(isinstance(end, tuple) and join_address(str(end[0]), end[1]) in addresses for end in ends):
+            if any(isinstance(end, tuple) and join_address(*end[:2]) in addresses for end in ends):
                 os.close(name)
 
 

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
+from stretto.job.doorstep import Doorstep
+from stretto.job.monitor import next_report
 from stretto.job.zap import ZapHandler
 
 EVENTS = (
@@ -37,7 +38,7 @@ class Seen(enum.Enum):
     CONNECTED = "connected"
     DISCONNECTED = "disconnected"
     RETRIED = "retried"
-    REFUSED = "refused"
+    HUNG_UP = "hung up"  # in the middle of the handshake
 
 
 class Event(NamedTuple):
@@ -53,15 +54,16 @@ LISTENER_EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 class Watcher:
     """Owns the monitor sockets and the authentication handler; `events` is filled, `notify` called, from its thread."""
 
-    def __init__(self, zap: ZapHandler, notify: Callable[[], None]) -> None:
+    def __init__(self, zap: ZapHandler, doorstep: Doorstep, notify: Callable[[], None]) -> None:
         self.events: deque[Event] = deque()
         self._zap = zap
+        self._doorstep = doorstep
         self._notify = notify
         self._incoming: deque[tuple[int, zmq.Socket[bytes]]] = deque()
         self._monitors: dict[zmq.Socket[bytes], int] = {}
         self._accepted: dict[int, int] = {}  # descriptor -> number of the connection it stands for
         self._num_accepted = 0
-        self._questions: deque[threading.Event] = deque()
+        self._questions: deque[tuple[int, threading.Event]] = deque()
         self._near, self._far = socket.socketpair()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="stretto-watch", daemon=True)
@@ -72,10 +74,11 @@ class Watcher:
         self._incoming.append((rank, monitor))
         self._near.send(b"+")
 
-    def connection_on(self, descriptor: int) -> int | None:
-        """The number of the accepted connection on a descriptor. Descriptors are used again, by strangers too, numbers never."""
+    def admit(self, descriptor: int) -> int | None:
+        """A peer's message has come over this descriptor: the number of the connection that it stands for. (Descriptors are used
+        again, by strangers too, numbers never.)"""
         caught_up = threading.Event()
-        self._questions.append(caught_up)
+        self._questions.append((descriptor, caught_up))
         self._near.send(b"?")
         caught_up.wait(ANSWER_S)
         return self._accepted.get(descriptor)
@@ -114,26 +117,27 @@ class Watcher:
             for monitor in [monitor for monitor, rank in self._monitors.items() if rank == LISTENER]:
                 while self._report(monitor, poller):
                     pass
-            self._questions.popleft().set()
+            descriptor, caught_up = self._questions.popleft()
+            self._doorstep.admitted(descriptor)
+            caught_up.set()
 
     def _report(self, monitor: zmq.Socket[bytes], poller: zmq.Poller) -> bool:
         """Pass on the next thing it has seen; False when there is none (any more)."""
         if monitor not in self._monitors:
             return False
-        try:
-            message = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
+        report = next_report(monitor)
+        if report is None:
             return False
-        if message["event"] == zmq.EVENT_MONITOR_STOPPED:
+        if report.event == zmq.EVENT_MONITOR_STOPPED:
             poller.unregister(monitor)
             del self._monitors[monitor]
             monitor.close(0)
             return False
         rank = self._monitors[monitor]
         if rank == LISTENER:
-            self._report_accepted(int(message["event"]), int(message["value"]))
+            self._report_accepted(*report)
         else:
-            self.events.append(Event(rank, _meaning(int(message["event"]))))
+            self.events.append(Event(rank, _meaning(report.event)))
             self._notify()
         return True
 
@@ -141,7 +145,9 @@ class Watcher:
         if event == zmq.EVENT_ACCEPTED:
             self._num_accepted += 1
             self._accepted[descriptor] = self._num_accepted
+            self._doorstep.came(descriptor)
         elif descriptor in self._accepted:
+            self._doorstep.left(descriptor)
             self.events.append(Event(LISTENER, Seen.DISCONNECTED, self._accepted.pop(descriptor)))
             self._notify()
 
@@ -153,4 +159,4 @@ def _meaning(event: int) -> Seen:
         return Seen.DISCONNECTED
     if event == zmq.EVENT_CONNECT_RETRIED:
         return Seen.RETRIED
-    return Seen.REFUSED
+    return Seen.HUNG_UP

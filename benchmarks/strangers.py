@@ -1,0 +1,358 @@
+"""What strangers at its ports and a link that is gone for a while cost a running job.
+
+    python benchmarks/strangers.py                     floods and outages, over both wires (needs root or user namespaces)
+    python benchmarks/strangers.py --only flood        strangers only; needs no lab
+    python benchmarks/strangers.py --only outage       outages only
+    python benchmarks/strangers.py --quick             short phases, one kind of stranger: does the script work?
+
+Flood. Strangers crowd the coordinator (`strangers_flood.py`: 1,100 connections, 500 new ones a second), then the job is started:
+does it form, and how soon? When it has formed they crowd every worker's port as well, and after a while they go. Each worker says
+how long its steps took (`strangers_worker.py`) and how much memory it had, with strangers and without.
+
+Outage. Three lab hosts; the link of one of them is cut for 8 s, while it is idle and in the middle of all-reduces. Does anybody
+lose a peer? gloo does the same beside it.
+
+Writes `strangers_MACHINE_DATE.json` and `.md`. The strangers need a processor too: let the machine be idle otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from strangers_worker import END, Here, put
+from strangers_worker import Report as Worker
+
+from stretto.bench.machine import Machine, describe
+from stretto.bench.table_text import seconds
+from stretto.errors import ConfigurationError, JobError, StrettoError
+from stretto.job import coordinator_process, launch_plan
+from stretto.job import secret as secrets
+from stretto.job.hosts import split_address
+from stretto.lab import Lab
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+QUICK_RESULTS = Path("build/benchmarks")
+WIRES = ("plain", "encrypted")
+KINDS = ("idle", "announce", "garbage")
+CONNECTIONS, RATE = 1100, 500
+MOST_BYTES = 64 << 20
+MOST_TIMES = 2.0
+USUAL_DESCRIPTORS = 1024
+CUT_S = 8.0
+PATIENCE_S = 120.0
+FLOODED, QUIET = 1, 2  # phases of the workers
+T = TypeVar("T")
+
+
+class Flood(msgspec.Struct, frozen=True, kw_only=True):
+    wire: str
+    kind: str  # of stranger, or "none"
+    formed_s: float | None  # None: it did not form
+    coordinator_bytes: int  # at the end of the flood, beyond what it had before
+    workers: list[Worker]
+    goes_on: bool = False  # the job did, to its end
+
+    def steps(self, phase: int) -> list[float]:
+        """The slowest rank's time of each step. (The ranks agree on the phase, so they have as many.)"""
+        return [max(times) for times in zip(*(worker.seconds[phase] for worker in self.workers), strict=True)]
+
+    @property
+    def worker_bytes(self) -> int:
+        """The most by which a worker's memory was larger with strangers than without."""
+        return max(worker.peak_bytes[FLOODED] - worker.peak_bytes[QUIET] for worker in self.workers)
+
+
+class Outage(msgspec.Struct, frozen=True, kw_only=True):
+    wire: str
+    doing: str
+    cut_s: float
+    workers: list[Worker]
+
+    @property
+    def errors(self) -> list[str]:
+        return [f"rank {rank}: {worker.error}" for rank, worker in enumerate(self.workers) if worker.error]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    machine: Machine
+    date: str
+    floods: list[Flood]
+    outages: list[Outage]
+
+
+# -- strangers --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def strangers(addresses: list[str], kind: str) -> Iterator[None]:
+    """Crowd these addresses, from when all connections have been tried once."""
+    if kind == "none":
+        yield
+        return
+    words = [sys.executable, str(FOLDER / "strangers_flood.py")]
+    crowds = [
+        subprocess.Popen([*words, address, kind, str(CONNECTIONS), str(RATE / len(addresses))], stdout=subprocess.PIPE)
+        for address in addresses
+    ]
+    try:
+        for crowd in crowds:
+            assert crowd.stdout is not None
+            crowd.stdout.readline()
+        yield
+    finally:
+        for crowd in crowds:
+            crowd.kill()
+            crowd.communicate()
+
+
+def flood(wire: str, kind: str, workers: int, phase_s: float) -> Flood:
+    secret = secrets.generate()
+    with tempfile.TemporaryDirectory(prefix="stretto-strangers-") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        coordinator, rendezvous = coordinator_process.start(
+            "127.0.0.1:0", workers, secret, os.environ, encrypted=wire == "encrypted", deadline=time.monotonic() + PATIENCE_S
+        )
+        stack.callback(_end, coordinator)
+        before = resident_bytes(coordinator.pid)
+        crowd = stack.enter_context(contextlib.ExitStack())
+        crowd.enter_context(strangers([rendezvous], kind))
+        job = [
+            subprocess.Popen(worker_words(name, "stretto", "steps"), env=_environment(rank, workers, rendezvous, secret, wire))
+            for rank in range(workers)
+        ]
+        for process in job:
+            stack.callback(_end, process)
+
+        def running() -> bool:
+            return all(process.poll() in (None, 0) for process in job)
+
+        here = _read(folder, "here", workers, Here, running)
+        if here is None:
+            return Flood(wire=wire, kind=kind, formed_s=None, coordinator_bytes=0, workers=[])
+        crowd.enter_context(strangers([each.address for each in here], kind))
+        _pass_phase(folder, FLOODED, phase_s)
+        grown = resident_bytes(coordinator.pid) - before
+        crowd.close()
+        _pass_phase(folder, QUIET, phase_s)
+        put(folder / "phase", END)
+        reports = _read(folder, "report", workers, Worker, running)
+        goes_on = reports is not None and not any(report.error for report in reports)
+        return Flood(
+            wire=wire, kind=kind, formed_s=max(each.seconds for each in here), coordinator_bytes=grown,
+            workers=reports or [], goes_on=goes_on,
+        )  # fmt: skip
+
+
+def worker_words(folder: str, backend: str, doing: str) -> list[str]:
+    return [sys.executable, str(FOLDER / "strangers_worker.py"), folder, backend, doing]
+
+
+def _environment(rank: int, workers: int, rendezvous: str, secret: bytes, wire: str) -> dict[str, str]:
+    own = launch_plan.job_variables(
+        rank=rank, world_size=workers, local_rank=rank, local_world_size=workers, rendezvous=split_address(rendezvous),
+        master_port=1, secret=secret, encrypt=wire == "encrypted", timeout_s=PATIENCE_S,
+    )  # fmt: skip
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1"}
+
+
+def _pass_phase(folder: Path, phase: int, phase_s: float) -> None:
+    put(folder / "phase", phase)
+    time.sleep(phase_s)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _read(folder: Path, name: str, workers: int, kind: type[T], running: Callable[[], bool]) -> list[T] | None:
+    """What every worker has put down under this name; None if one of them ended instead, or none came in time."""
+    paths = [folder / f"{name}{rank}" for rank in range(workers)]
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(path.exists() for path in paths):
+        if not running() or time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
+    return [msgspec.json.decode(path.read_bytes(), type=kind) for path in paths]
+
+
+def resident_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
+
+
+# -- outages ----------------------------------------------------------------------------------------------------------
+
+
+def outage(wire: str, doing: str, cut_s: float, phase_s: float) -> Outage:
+    hosts, cut = 3, 1
+    backend = "gloo" if wire == "gloo" else "stretto"
+    with tempfile.TemporaryDirectory(prefix="stretto-outage-") as name:
+        folder = Path(name)
+        with Lab(hosts, encrypt=wire == "encrypted", environ=os.environ) as lab:
+            job = lab.start(worker_words(name, backend, doing), {"GLOO_SOCKET_IFNAME": "eth0"} if backend == "gloo" else None)
+
+            def running() -> bool:
+                return not job.over_within(0.0)
+
+            if _read(folder, "here", hosts, Here, running) is None:
+                raise JobError(f"no job to cut, {wire}: {[process.output for process in job.processes]}")
+            _pass_phase(folder, 1, phase_s)
+            lab.cut(cut)
+            time.sleep(cut_s)
+            lab.restore(cut)
+            _pass_phase(folder, 2, max(phase_s, 2 * cut_s))
+            put(folder / "phase", END)
+            reports = _read(folder, "report", hosts, Worker, lambda: True)
+            job.stop()
+    if reports is None:
+        raise JobError(f"no worker said how it went, {wire}, {doing}: {[process.output for process in job.processes]}")
+    return Outage(wire=wire, doing=doing, cut_s=cut_s, workers=reports)
+
+
+# -- judging and writing ----------------------------------------------------------------------------------------------
+
+
+def slow_step(times: list[float]) -> float:
+    """The slowest of a hundred steps: one alone may have met anything."""
+    return statistics.quantiles(times, n=100, method="inclusive")[-1] if len(times) > 1 else times[0]
+
+
+def flood_claims(case: Flood, quiet: Flood) -> list[str]:
+    about = f"| {case.wire} | {case.kind} |"
+    if case.formed_s is None:
+        return [f"{about} the job forms | yes | no | **missed** |"]
+    if not case.goes_on:
+        return [f"{about} the job goes on | yes | no | **missed** |"]
+    longer = slow_step(case.steps(FLOODED)) / slow_step(case.steps(QUIET))
+    quietly = "" if quiet.formed_s is None else f" ({quiet.formed_s:.2f} s without)"
+    return [
+        f"{about} the job forms | yes | in {case.formed_s:.2f} s{quietly} | met |",
+        f"{about} memory of a worker, at most | 64 MB | {case.worker_bytes / 1e6:+.1f} MB "
+        f"| {verdict(case.worker_bytes <= MOST_BYTES)} |",
+        f"{about} memory of the coordinator, at most | 64 MB | {case.coordinator_bytes / 1e6:+.1f} MB "
+        f"| {verdict(case.coordinator_bytes <= MOST_BYTES)} |",
+        f"{about} slow steps, x without strangers, at most | {MOST_TIMES:g} | {longer:.2f} | {verdict(longer <= MOST_TIMES)} |",
+    ]
+
+
+def outage_claim(case: Outage) -> str:
+    longest = max((max(times) for worker in case.workers for times in worker.seconds.values()), default=0.0)
+    found = "; ".join(case.errors) or f"none; the longest step took {longest:.1f} s"
+    judged = "(not ours)" if case.wire == "gloo" else verdict(not case.errors)
+    return f"| {case.wire} | {case.cut_s:g} s, {case.doing} | peers lost | none | {found} | {judged} |"
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "**missed**"
+
+
+def claims_table(report: Report) -> list[str]:
+    quiet = {case.wire: case for case in report.floods if case.kind == "none"}
+    lines = ["| wire | strangers, or the cut | claim | target | measured | verdict |", "|---|---|---|---|---|---|"]
+    for case in report.floods:
+        if case.kind != "none":
+            lines += flood_claims(case, quiet[case.wire])
+    return lines + [outage_claim(case) for case in report.outages]
+
+
+def steps_table(report: Report) -> list[str]:
+    lines = ["", "| wire | strangers | steps of 16 MB | median | slowest of a hundred | slowest |", "|---|---|---|---|---|---|"]
+    for case in (case for case in report.floods if case.goes_on):
+        for name, phase in (("there", FLOODED), ("gone", QUIET)):
+            times = case.steps(phase)
+            shown = " | ".join(seconds(value) for value in (statistics.median(times), slow_step(times), max(times)))
+            lines.append(f"| {case.wire} | {case.kind}: {name} | {len(times)} | {shown} |")
+    return lines
+
+
+def as_markdown(report: Report, command: str) -> str:
+    machine = report.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    lines = [
+        "# Strangers and outages",
+        "",
+        f"{report.date}; `{command}`",
+        "",
+        f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}; {versions}.",
+        "",
+        f"Processes have {USUAL_DESCRIPTORS} descriptors. Strangers: {CONNECTIONS} connections, {RATE} new ones a second, first "
+        "at the coordinator while the job forms, then at every worker too. Memory: the most that a process had with strangers, "
+        "less the most without.",
+        "",
+        *claims_table(report),
+        *steps_table(report),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write(report: Report, folder: Path, command: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = re.sub(r"[^a-z0-9]+", "-", f"{report.machine.processor} {report.machine.cores} cores".lower()).strip("-")
+    stem = folder / f"strangers_{machine}_{report.date[:10]}"
+    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    stem.with_suffix(".md").write_text(as_markdown(report, command))
+    print("\n".join(claims_table(report)))
+    print(f"written: {stem}.md and {stem}.json")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="What strangers and outages cost a running job.")
+    parser.add_argument("-n", "--workers", type=int, default=4, help="workers that strangers crowd (4)")
+    parser.add_argument("--only", choices=("flood", "outage"), help="one half of it")
+    parser.add_argument("--rounds", type=int, default=3, help="outages of each kind (3)")
+    parser.add_argument("--quick", action="store_true", help="short phases, one of each kind; written to build/benchmarks")
+    parser.add_argument("--output", type=Path, help="folder for the two files (benchmarks/results)")
+    return parser.parse_args(arguments)
+
+
+def usual_descriptors() -> None:
+    """Let the job have as many descriptors as processes have on most machines, whatever this shell allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL_DESCRIPTORS, most))
+
+
+def main(arguments: list[str]) -> None:
+    options = parse(arguments)
+    if options.workers < 2 or options.rounds < 1:
+        raise ConfigurationError(
+            f"-n {options.workers} --rounds {options.rounds}: there would be nothing to report. Write -n 2 or more."
+        )
+    kinds = ("none", *(KINDS[:1] if options.quick else KINDS))
+    phase_s, cut_s, rounds = (2.0, 2.0, 1) if options.quick else (10.0, CUT_S, options.rounds)
+    usual_descriptors()
+    floods, outages = [], []
+    if options.only != "outage":
+        for wire, kind in ((wire, kind) for wire in WIRES for kind in kinds):
+            print(f"--- {wire}, strangers: {kind}", flush=True)
+            floods.append(flood(wire, kind, options.workers, phase_s))
+    if options.only != "flood":
+        for wire, doing in ((wire, doing) for wire in (*WIRES, "gloo") for doing in ("idle", "steps")):
+            print(f"--- {wire}, cut for {cut_s:g} s, {doing}", flush=True)
+            outages += [outage(wire, doing, cut_s, phase_s / 2) for _ in range(rounds)]
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    report = Report(machine=describe(), date=date, floods=floods, outages=outages)
+    command = " ".join(["python benchmarks/strangers.py", *arguments])
+    write(report, options.output or (QUICK_RESULTS if options.quick else RESULTS), command)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except StrettoError as problem:
+        raise SystemExit(f"strangers.py: {problem}") from None
