@@ -48,7 +48,7 @@ LARGE_BYTES = 1 << 20  # from here on broadcast and all-gather use the plans tha
 MAX_OBJECT_BYTES = 64 << 20  # every rank holds world_size times the longest
 CHOOSING_CHANNEL = 0
 PUBLIC_CHANNEL = 1
-TRIES = 4  # of each algorithm that `auto` tries out; the first one warms up
+TURNS = 6  # of each algorithm that `auto` tries out; the first one warms up
 
 T = TypeVar("T")
 
@@ -274,23 +274,27 @@ class Job:
         link = slowest(everybody)
         # Everybody computes the same from the same numbers; rank 0's word counts, should a rounding differ between machines.
         wanted = self._as_rank_0(trials(self.world_size, link, self._segment_bytes, group), list[Trial])
-        seconds = [self._try_out(trial) for trial in wanted]
-        slowest_rank = [max(times) for times in zip(*self.gather_object(seconds), strict=True)]
-        tried = dict(zip(wanted, slowest_rank, strict=True))
+        tried = self._try_out(wanted)
         return self._as_rank_0(choose(self.world_size, link, self._segment_bytes, group, tried), Choices)
 
     def _as_rank_0(self, value: T, kind: type[T]) -> T:
         return msgspec.convert(self.gather_object(msgspec.to_builtins(value))[0], kind)
 
-    def _try_out(self, trial: Trial) -> float:
+    def _try_out(self, wanted: list[Trial]) -> dict[Trial, float]:
+        """How long each trial takes: the median over its turns of the slowest rank's time. All take turns, so that whatever else
+        the machines do hits all of them alike."""
+        if not wanted:
+            return {}
+        times = torch.tensor([[self._time(trial) for trial in wanted] for _ in range(TURNS)], dtype=torch.float64, device="cpu")
+        medians = self.all_gather(times).amax(dim=0)[1:].median(dim=0).values
+        return dict(zip(wanted, medians.tolist(), strict=True))
+
+    def _time(self, trial: Trial) -> float:
         probe = torch.zeros(trial.num_bytes // 4, dtype=torch.float32, device="cpu")
-        times = []
-        for _ in range(TRIES):
-            self.barrier()
-            begin = time.perf_counter()
-            self.run(Kind.ALL_REDUCE, probe, trial.algorithm)
-            times.append(time.perf_counter() - begin)
-        return min(times)
+        self.barrier()
+        begin = time.perf_counter()
+        self.run(Kind.ALL_REDUCE, probe, trial.algorithm)
+        return time.perf_counter() - begin
 
     @contextmanager
     def weighing(self, weight: float) -> Iterator[None]:

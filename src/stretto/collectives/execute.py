@@ -4,11 +4,11 @@ Each collective is a schedule (`schedule.py`) with its own tag (channel, sequenc
 collectives, and a late one blocks nothing but itself. A task starts when the tasks it waits for are done; a message that arrives
 is added or copied straight from the wire's memory.
 
-Who is ready. A rank that begins a collective of more than `EAGER_BYTES` tells the ranks it will receive from; they send only
-then. So large data never arrives unasked (memory stays bounded by the caller's own tensors), and ranks that disagree find out
-before any of it is sent. Smaller collectives are sent at once, at most `EAGER_AHEAD` of them ahead of a receiver; then the
-sender knocks and waits until the receiver has begun. In a small broadcast or reduction some ranks only send, and would never hear
-that others disagree: there the receivers tell their senders too, who send at once but return only then.
+Who is ready. A rank that begins a collective of more than `EAGER_BYTES` tells the ranks it will receive from. Until they have
+heard it they send no more than `UNASKED_BYTES` to one rank, over all such collectives: enough not to wait for that word where all
+begin at about the same time, and memory stays bounded. Smaller collectives are sent at once, at most `EAGER_AHEAD` of them ahead
+of a receiver; then the sender knocks and waits until the receiver has begun. In a broadcast or reduction some ranks only send,
+and would never hear that others disagree: there the receivers tell their senders in any case, who return only then.
 
 What goes wrong goes wrong everywhere. The rank that finds a failure tells all others whom it blames, so every rank raises the
 same error with the same culprit:
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -62,6 +63,7 @@ from stretto.wire.agreement import rank_mismatch
 from stretto.wire.base import DigestMismatch, Wire
 
 EAGER_AHEAD: Final = 256
+UNASKED_BYTES: Final = 1 << 20
 HISTORY: Final = 512
 
 log = logging.getLogger("stretto.collectives")
@@ -92,6 +94,7 @@ class Communicator:
         self._doomed: list[Failed] = []  # failed elsewhere before it began here
         self._disputes: dict[Name, dict[int, str]] = {}
         self._knocks: dict[Name, set[int]] = {}
+        self._unasked: Counter[int] = Counter()  # rank -> bytes on their way to it, of collectives that it has not begun yet
         self._work: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
         self._next_check = 0.0
         for topic, listener in (
@@ -177,16 +180,29 @@ class Communicator:
         else:
             self.wire.post(source, TOPIC_BEGUN, msgspec.msgpack.encode(Begun(*name, belief)))
 
-    def may_send(self, run: Run, to: int) -> bool:
+    def may_send(self, run: Run, to: int, num_bytes: int) -> bool:
         if run.eager:
-            # The first collective of a channel may be any number: ranks number alike, so "ahead" counts from where we met.
-            known = self._progress_of.setdefault((run.name[0], to), run.name[1])
-            if run.name[1] - known < EAGER_AHEAD:
+            if self._is_near(run, to):
                 return True
             if to not in run.held:
                 self.wire.post(to, TOPIC_KNOCK, msgspec.msgpack.encode(Ask(*run.name)))
             return False
-        return to in run.opened
+        if to in run.opened:
+            return True
+        if self._unasked[to] + num_bytes > UNASKED_BYTES:
+            return False
+        self._unasked[to] += num_bytes
+        run.unasked[to] += num_bytes
+        return True
+
+    def _is_near(self, run: Run, to: int) -> bool:
+        # The first collective of a channel may be any number: ranks number alike, so "ahead" counts from where we met.
+        known = self._progress_of.setdefault((run.name[0], to), run.name[1])
+        return run.name[1] - known < EAGER_AHEAD
+
+    def _asked(self, run: Run, to: int) -> None:
+        """It has begun this collective, or this has ended: what was sent before counts no longer."""
+        self._unasked[to] -= run.unasked.pop(to, 0)
 
     def completed(self, run: Run) -> None:
         request, schedule = run.request, run.schedule
@@ -226,6 +242,8 @@ class Communicator:
 
     def _end(self, run: Run, error: StrettoError | None) -> None:
         del self.runs[run.name]
+        for rank in list(run.unasked):
+            self._asked(run, rank)
         self._remember(run.name, run.belief)
         if error is not None:
             self.wire.cancel(*run.name)
@@ -318,7 +336,7 @@ class Communicator:
         elif self._history[name] != begun.belief:
             self._disagree_afterwards(name, source, begun.belief)
         for run in list(self.runs.values()):
-            if run.eager and source in run.held:
+            if run.eager and source in run.held and self._is_near(run, source):
                 self._release(run, source)
 
     def _heard_begun(self, run: Run, source: int, belief: str) -> None:
@@ -326,12 +344,13 @@ class Communicator:
             self.heard_belief(run, source, belief)
             return
         run.opened.add(source)
+        self._asked(run, source)
         self._release(run, source)
 
     def _release(self, run: Run, to: int) -> None:
-        if self.may_send(run, to):
-            run.ready.extend(run.held.pop(to, ()))
-            run.pump()
+        """Send what was held back."""
+        run.ready.extend(run.held.pop(to, ()))
+        run.pump()
 
     # -- ranks that disagree ------------------------------------------------------------------------------------------
 

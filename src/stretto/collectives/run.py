@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
@@ -20,7 +20,7 @@ from stretto.wire.frames import DTYPE_CODES
 if TYPE_CHECKING:
     from stretto.collectives.execute import Communicator
 
-EAGER_BYTES: Final = 64 << 10  # up to this many bytes a collective is sent at once, unannounced
+EAGER_BYTES: Final = 64 << 10  # up to this many bytes a collective is sent without an announcement
 PLAIN_BYTES: Final = DTYPE_CODES["bytes"]
 
 compiled = lru_cache(maxsize=1024)(compile_plan)
@@ -39,9 +39,9 @@ class Run:
     """One collective in progress on this rank."""
 
     __slots__ = (
-        "accumulators", "answers", "ask_after_s", "asked_at", "asked_since", "beliefs", "belief", "code", "communicator",
+        "accumulators", "answers", "ask_after_s", "asked_at", "asked_since", "belief", "beliefs", "code", "communicator",
         "confirmed", "counts", "digest", "disputed_at", "eager", "held", "name", "opened", "pending", "probed", "pumping",
-        "ready", "remaining", "request", "schedule", "started_at", "touched_at", "unusable", "warned_at",
+        "ready", "remaining", "request", "schedule", "started_at", "touched_at", "unasked", "unusable", "warned_at",
     )  # fmt: skip
 
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
@@ -55,13 +55,14 @@ class Run:
         self.code = dtype_code(request.tensor.dtype) if request.hop is None else PLAIN_BYTES
         self.schedule = _schedule(request)
         self.eager = request.num_bytes <= EAGER_BYTES
-        self.confirmed = self.eager and request.plan.kind in (Kind.BROADCAST, Kind.REDUCE)
+        self.confirmed = request.plan.kind in (Kind.BROADCAST, Kind.REDUCE)
         self.counts = list(self.schedule.num_dependencies)
         self.remaining = len(self.counts)
         self.ready = deque(number for number, count in enumerate(self.counts) if count == 0)
         self.pumping = False
         self.held: dict[int, list[int]] = {}  # sends that wait for their receiver to begin
-        self.opened: set[int] = set()
+        self.opened: set[int] = set()  # receivers that have said that they have begun
+        self.unasked: Counter[int] = Counter()  # bytes sent to receivers that have not
         self.unusable: Exception | None = None  # why what arrived could not be taken in
         self.accumulators = communicator.buffers_for(request, self.schedule)
         self.started_at = self.touched_at = self.warned_at = now
@@ -92,7 +93,7 @@ class Run:
     def _start(self, number: int) -> None:
         task = self.schedule.tasks[number]
         if task.action is Action.SEND:
-            if self.communicator.may_send(self, task.peer):
+            if self.communicator.may_send(self, task.peer, self.accumulators[task.buffer].num_bytes(task.start, task.stop)):
                 self.send(number, task)
             else:
                 self.held.setdefault(task.peer, []).append(number)
