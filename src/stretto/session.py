@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from multiprocessing.util import Finalize
 from typing import Any, Literal, TypeVar
 from weakref import WeakSet
@@ -305,7 +306,7 @@ class Job:
         finally:
             self.weight = before
 
-    @property
+    @cached_property
     def workers_per_host(self) -> int:
         """How many consecutive ranks share a host, if that is the same number everywhere; else 1."""
         hosts = [peer.host for peer in self.peers]
