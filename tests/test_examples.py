@@ -124,22 +124,6 @@ def test_a_demo_that_cannot_be_run_fails_with_the_reason(tmp_path: Path) -> None
     assert "at least one worker" in done.stderr
 
 
-# ---------------------------------------------------------------- the first screen
-
-
-def test_the_diff_of_the_readme_makes_a_plain_script_data_parallel(tmp_path: Path, preloaded: Preloaded) -> None:
-    diff = re.findall(r"^```diff\n(.*?)^```$", (EXAMPLES.parent / "README.md").read_text(), re.MULTILINE | re.DOTALL)[0]
-    for name, dropped in (("plain.py", "+"), ("train.py", "-")):
-        kept = [line[1:] for line in diff.splitlines() if not line.startswith(dropped)]
-        (tmp_path / name).write_text("\n".join(kept) + "\n")
-    plain = printed(preloaded.run(tmp_path / "plain.py", folder=tmp_path))
-    together = printed(preloaded.run(tmp_path / "train.py", folder=tmp_path, workers=2))
-
-    assert "stretto" not in (tmp_path / "plain.py").read_text()
-    assert len(losses(plain)) == 1 and len(losses(together)) == 2
-    assert max(losses(together)) < 0.1 > losses(plain)[0]
-
-
 def test_the_gpt_learns_with_one_bit_per_gradient_value(tmp_path: Path, preloaded: Preloaded) -> None:
     options = ("--steps", "5", "--strategy", "Strategy(compress=ErrorFeedback(Sign()))")
     found = losses(printed(preloaded.run(EXAMPLES / "gpt.py", *options, folder=tmp_path, workers=2)))
