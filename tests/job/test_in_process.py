@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from preloaded import Preloaded
 from stretto.errors import ConfigurationError, JobError, PeerLost, WorkerFailed
@@ -239,9 +240,7 @@ except stretto.WorkerFailed as failed:
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(
-    torch.version.cuda is not None, reason="torch for CUDA runs no backward in a fork once the parent has run one"
-)
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch for CUDA runs no backward in a fork once its parent has")
 def test_a_kernel_that_has_trained_itself_launches_workers_that_begin_anew(tmp_path: Path, preloaded: Preloaded) -> None:
     (tmp_path / "kernel.py").write_text(KERNEL)
     done = preloaded.run(tmp_path / "kernel.py", folder=tmp_path)
