@@ -223,6 +223,18 @@ def test_a_released_model_is_a_plain_one() -> None:
     run_jobs(SIZE, program)
 
 
+def test_a_job_of_one_keeps_no_record_of_its_steps() -> None:
+    def program(job: Job) -> None:
+        model = mlp()
+        optimizers = halves(model)
+        distribute(model, optimizers, RING, job=job)
+        for step in range(3):
+            take_step(model, job, *optimizers, step=step)
+        assert not engine_of(model).loop._steps
+
+    run_jobs(1, program)
+
+
 # -- T6: steps without a round ----------------------------------------------------------------------------------------
 
 

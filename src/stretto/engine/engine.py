@@ -97,7 +97,7 @@ class Engine:
         self.broadcast_buffers = broadcast_buffers
         self.loop = LoopState(optimizers, scaler)
         lossy = not strategy.compress.lossless
-        self.synchronising = self._engaged = job.world_size > 1 or lossy  # otherwise there is nothing to do, and no hook is set
+        self.synchronising = self.engaged = job.world_size > 1 or lossy  # otherwise there is nothing to do, and no hook is set
         self.joining = False
         self.rounds = 0
         self.channel = job.new_channel()
@@ -234,12 +234,12 @@ class Engine:
 
     def combines(self, parameter: Tensor) -> bool:
         """Whether the gradient of this parameter is one of those it combines."""
-        return self._engaged and parameter in self._known
+        return self.engaged and parameter in self._known
 
     def close(self) -> None:
         """Take every hook off the model and the optimizers again."""
         take_off((*self._hooks, *self._gradient_hooks.values(), *self.attached))
-        self.synchronising = self._engaged = False
+        self.synchronising = self.engaged = False
         self._open, self._task = False, NO_TASK
         if self._compressing is not None:
             self._compressing.stop()
@@ -582,7 +582,7 @@ class Engine:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to use the gradients that are there."""
-        if self._engaged:
+        if self.engaged:
             if _current_task() != NO_TASK:
                 raise misuse.step_within_backward(optimizer, self.name)
             self.flush()

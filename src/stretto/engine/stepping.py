@@ -45,7 +45,10 @@ class Given:
     @classmethod
     def hook(cls, engine: Engine, optimizer: Optimizer) -> list[RemovableHandle]:
         given = cls(engine, optimizer)
-        return [optimizer.register_step_pre_hook(given.before), optimizer.register_step_post_hook(given.after)]
+        handles = [optimizer.register_step_pre_hook(given.before)]
+        if engine.engaged:  # otherwise there are no rounds, and nothing would ever read what is noted
+            handles.append(optimizer.register_step_post_hook(given.after))
+        return handles
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if self._checked != num_parameters(optimizer):
