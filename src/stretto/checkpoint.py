@@ -12,8 +12,8 @@
 
 Both are collective. Only rank 0 touches the file: it need not be visible to other hosts. In load its bytes are
 broadcast piece by piece, and every worker checks the sha256 of what it got. It keeps them in memory that it can map, so
-that loading takes as much memory as the file is long, once. Nothing but tensors and plain values is ever unpickled
-(`weights_only=True`).
+that loading takes as much memory as the file is long, once, and that of the optimizer's new state. Nothing but tensors
+and plain values is ever unpickled (`weights_only=True`).
 
 Invariant: a failure on any rank raises `CheckpointError` on all ranks. Each part runs with its errors caught, then
 all exchange how it went, so nobody waits for a rank that gave up. load() changes nothing before all ranks have
@@ -100,13 +100,14 @@ def save(
 
     mine = _all_succeed(engine.job, f"save({str(path)!r})", look)
     everybody = engine.job.gather_object(mine)
+    _check_loops(str(path), [worker.pop("loop") for worker in everybody])
     for rank, tensors in enumerate(_collect_tensors(engine)):
         everybody[rank] |= tensors
 
     def write() -> None:
         if engine.job.rank == 0:
             content = {
-                "model": model.state_dict(),
+                "model": engine.model.state_dict(),
                 "optimizer": _one_or_all([_state_of(each) for each in engine.loop.optimizers]),
                 "extra": extra,
                 "stretto": _stretto_entry(engine, sampler, everybody),
@@ -208,7 +209,19 @@ def _of_this_worker(engine: Engine, sampler: Sampler | None) -> dict[str, Any]:
         "consumed": None if sampler is None else sampler.num_consumed,
         "place": place,
         "random": random_state.capture(engine.model),
+        "loop": engine.loop.text(),
     }
+
+
+def _check_loops(path: str, loops: list[str]) -> None:
+    """A worker that has taken another step than the others has another model: rank 0's would not be everybody's."""
+    for rank, theirs in enumerate(loops):
+        if theirs != loops[0]:
+            raise CheckpointError(
+                f"save({path!r}): the workers are not at the same point of training, so their models differ and one of them "
+                f"cannot stand for all.\n  rank 0:{loops[0]}\n  rank {rank}:{theirs}\n"
+                f"Save where all workers have taken the same steps with the same learning rates."
+            )
 
 
 def _collect_tensors(engine: Engine) -> list[dict[str, Any]]:

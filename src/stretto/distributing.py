@@ -1,7 +1,7 @@
 """distribute(): the one changed line. Binds a strategy to a model and an optimizer in a job.
 
 The same module and the same optimizer come back, changed in place by hooks: `state_dict` keys, `isinstance`, LR schedulers and
-references held elsewhere stay valid. In a job of one nothing is hooked at all: it is the plain loop.
+references held elsewhere stay valid. In a job of one without compression the model has no hooks: it is the plain loop.
 """
 
 from __future__ import annotations
@@ -12,18 +12,27 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from stretto.api import current_job
-from stretto.engine.admission import check, check_compression, check_model, check_world, warn_of_lost_gradients, wrappings
+from stretto.engine.admission import (
+    check,
+    check_compression,
+    check_model,
+    check_world,
+    unwrapped,
+    warn_of_lost_gradients,
+    wrappings,
+)
 from stretto.engine.agreement import admit, agree
 from stretto.engine.engine import Engine
 from stretto.engine.keeping import keep_with
-from stretto.engine.plain_state import look_as_before, look_plain
 from stretto.engine.state import copy_model, copy_optimizer, copy_scaler, share_optimizer
+from stretto.engine.stepping import decides_by_loss
 from stretto.errors import ConfigurationError
 from stretto.observe.compute import trace_compute
 from stretto.parsing import parse
+from stretto.plain_state import look_as_before, look_plain
 from stretto.session import Job
 from stretto.strategy import Strategy
 
@@ -67,7 +76,7 @@ def distribute(
         chosen = parse(strategy) if isinstance(strategy, str) else strategy or chosen
         check(model, optimizers, chosen, buffers, check_finite, scaler)
         check_model(model, optimizers, job)
-        check_compression(model, optimizers, chosen)
+        check_compression(unwrapped(model), optimizers, chosen)
         if job.world_size > 1:
             check_world(model, chosen, job)
     except ConfigurationError as refused:
@@ -75,14 +84,14 @@ def distribute(
     admit(job, problem)
     if job.world_size > 1:
         options = {"check_finite": check_finite, "buffers": buffers, "scaler": scaler is not None}
-        agree(job, model, optimizers, chosen, options)
+        agree(job, unwrapped(model), optimizers, chosen, options)
         copy_model(job, model)
         for each in optimizers:
             share_optimizer(job, each)
         if chosen.aggregate.algorithm == "auto":
             job.choose(0, "distribute()")
     if job.rank == 0:
-        warn_of_lost_gradients(model, chosen.compress)
+        warn_of_lost_gradients(unwrapped(model), chosen.compress)
     former = find_engine(model)
     if former is not None:
         release(model)
@@ -90,14 +99,16 @@ def distribute(
         model, optimizers, chosen, job, check_finite=check_finite, broadcast_buffers=buffers == "broadcast", scaler=scaler
     )
     _attach(engine)
-    if former is not None and former.job is job and former.strategy.compress == chosen.compress:
-        engine.load_memory(*former.memory(), former.compressed_rounds)
+    if former is not None and former.job is job:
+        engine.loop.backwards |= former.loop.backwards  # what was accumulated is still in p.grad, and still to be combined
+        if former.strategy.compress == chosen.compress:
+            engine.load_memory(*former.memory(), former.compressed_rounds)
     return model, optimizer
 
 
 def _attach(engine: Engine) -> None:
     """What the model and its optimizers carry from now on. `release` takes it off again."""
-    job, model = engine.job, engine.model
+    job, model = engine.job, engine.called
     if job.tracer is not None:
         engine.attached += trace_compute(job.tracer, model, engine.loop.optimizers)
     if not engine.strategy.compress.lossless:
@@ -118,7 +129,7 @@ def release(model: M) -> M:
     if engine is not None:
         engine.close()
         engine.job.engines.discard(engine)
-        for each in wrappings(engine.model):
+        for each in wrappings(engine.called):
             each.__dict__.pop(ATTRIBUTE, None)
             look_as_before(each)
     return model
@@ -159,7 +170,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def synchronize(model: nn.Module) -> None:
-    """Combine now what backward passes under `no_sync` have accumulated; without any, nothing happens. All workers call it.
+    """Combine now what backward passes under `no_sync` have accumulated. All workers call it, before the step.
+
+    A worker that has accumulated nothing counts with weight 0 and gets the mean of the others; if nobody has, nothing happens.
 
     For loops that cannot know which batch is the last of an accumulation:
 
@@ -202,7 +215,7 @@ def _check_join(engines: list[Engine]) -> None:
             f"Write join(model), or join(model_a, model_b) for two."
         )
     for engine in engines:
-        if any(isinstance(optimizer, LBFGS) for optimizer in engine.loop.optimizers):
+        if any(decides_by_loss(optimizer) for optimizer in engine.loop.optimizers):
             raise ConfigurationError(
                 "join with LBFGS: a step of it makes as many rounds as its line search needs, and a worker without data cannot "
                 "know how many.\nGive all workers as many batches (Sampler(..., drop_last=True)) and leave join out."

@@ -16,7 +16,8 @@ knows `taken` knows the rest, exactly, whatever the sizes of batches were and ho
 
 The place in an epoch moves when somebody counts (`follow`, `consumed`), and not when samples are drawn: a DataLoader
 draws ahead, and a look at one batch, `next(iter(loader))`, is not training. A loop that nobody counts still ends its
-epoch: when it has drawn everything, or when it is left after the job's models were trained in it.
+epoch if the job's models were trained in it: when it is left, or, where the loader has drawn everything long before, when
+the next one begins. (In a job that trains no model, when everything is drawn.)
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Sampler(TorchSampler[Any]):
         job = job or current_job()
         self.rank, self.world_size = job.rank, job.world_size
         self.seed, self.drop_last, self.pad = seed, drop_last, pad is not False and not drop_last
-        self.epoch = 0  # of the pass under way, or the next one
+        self._epoch = 0
         self._order: Numbers | Drawn = Numbers(length, bool(shuffle))
         self._engines = job.engines  # of the models that train in this job
         self._before: list[list[int]] = []  # stages of this epoch that are over
@@ -96,6 +97,7 @@ class Sampler(TorchSampler[Any]):
         self._spent = False  # this epoch has been used up by a loop that nobody counted
         self._moves = 0  # how often the place has changed
         self._passes: list[_Pass] = []  # iterations under way
+        self._drained: _Pass | None = None  # the last one that has drawn everything, perhaps long before the loop sees it
         self._drawn = 0  # the epoch of the one that began last
         self._following = False  # a pass of `follow` is under way
         self._in_pass = False  # the state that was loaded was made within such a pass
@@ -125,17 +127,25 @@ class Sampler(TorchSampler[Any]):
         return made
 
     @property
+    def epoch(self) -> int:
+        """Of the pass under way, or the next one."""
+        self._settle_drained()
+        return self._epoch
+
+    @property
     def shuffle(self) -> bool:
         return self._order.shuffle
 
     @property
     def length(self) -> int:
         """How many items the epoch has, for all workers together."""
-        return self._order.length(self.seed, self.epoch)
+        return self._order.length(self.seed, self._epoch)
 
     # -- giving -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
+        self._settle_drained()
+        self._drained = None  # if it still is: nothing was trained since, so it was only a look
         begun = self._pass()
         share = self._share(begun.epoch, [], 0) if self._over else self._share(begun.epoch, self._before, self._consumed)
         watched = not self._following and not self._is_even(begun.num_left)
@@ -148,20 +158,20 @@ class Sampler(TorchSampler[Any]):
                 yield item
             if watched:
                 self._refuse_uneven(begun, "a loop over the loader itself")
-            self._use_up(begun)
+            self._drained = begun
         finally:
             self._passes.remove(begun)
-            if self._trained() > begun.trained:
+            if self._trained() > begun.trained or (self._drained is begun and not self._engines):
                 self._use_up(begun)
 
     def __len__(self) -> int:
         """How many samples this worker gets in a whole epoch (also while the rest of one is resumed)."""
-        return self._share_length(self.rank, self._order.length(self.seed, self.epoch + self._over))
+        return self._share_length(self.rank, self._order.length(self.seed, self._epoch + self._over))
 
     def _pass(self) -> _Pass:
         """The next pass: of the rest of this epoch, or of the next one if this is used up."""
-        num_left = self._order.length(self.seed, self.epoch + 1) if self._over else self._num_left
-        return _Pass(self.epoch + self._over, num_left, self._moves, self._trained())
+        num_left = self._order.length(self.seed, self._epoch + 1) if self._over else self._num_left
+        return _Pass(self._epoch + self._over, num_left, self._moves, self._trained())
 
     def _share(self, epoch: int, before: list[list[int]], consumed: int) -> Iterator[Any]:
         """This worker's items of what is left; padding begins again at the front."""
@@ -184,12 +194,22 @@ class Sampler(TorchSampler[Any]):
     @property
     def _over(self) -> bool:
         """Whether this epoch was used up here, so that the next pass is one of the next epoch."""
+        self._settle_drained()
         return self._spent or (self._touched and self._consumed >= self._share_length(self.rank, self._num_left))
+
+    def _settle_drained(self) -> None:
+        """A loader that fetches ahead may have drawn everything before the loop saw any of it. Was it trained on since?"""
+        drained = self._drained
+        if drained is not None and self._trained() > drained.trained:
+            self._drained = None
+            self._use_up(drained)
 
     def _use_up(self, begun: _Pass) -> None:
         """The loop over these samples has ended. If nobody has counted them, the whole epoch counts as used."""
+        if self._drained is begun:
+            self._drained = None
         if begun.move == self._moves:
-            if begun.epoch != self.epoch:
+            if begun.epoch != self._epoch:
                 self._go_to(begun.epoch)
             self._spent = True
 
@@ -240,7 +260,7 @@ class Sampler(TorchSampler[Any]):
 
     def _follow(self, loader: Iterable[B], batching: Batching) -> Iterator[B]:
         if self._over:
-            self._go_to(self.epoch + 1)
+            self._go_to(self._epoch + 1)
         begun, ranks = self._pass(), range(self.world_size)
         watched = not self._is_even(begun.num_left) and len({self._num_batches(rank, batching) for rank in ranks}) > 1
         self._following = True
@@ -248,15 +268,15 @@ class Sampler(TorchSampler[Any]):
             for batch in self._begin(loader):
                 if watched:
                     self._refuse_uneven(begun, f"followed in batches of {batching.size}")
-                if self.epoch == begun.epoch:
+                if self._epoch == begun.epoch:
                     self._count(min(batching.size, self._share_length(self.rank, self._num_left) - self._consumed))
                 yield batch
             if watched:
                 self._refuse_uneven(begun, f"followed in batches of {batching.size}")
         finally:
             self._following = False
-        if self.epoch == begun.epoch:
-            self._go_to(self.epoch + 1)
+        if self._epoch == begun.epoch:
+            self._go_to(self._epoch + 1)
 
     def _num_batches(self, rank: int, batching: Batching) -> int:
         """How many batches a worker has in the next pass, if all have consumed as many samples as this one."""
@@ -278,7 +298,7 @@ class Sampler(TorchSampler[Any]):
     def consumed(self, num_samples: int) -> None:
         """Count `num_samples` more of this worker's samples as seen by the training loop. Not needed with `follow`."""
         _check_whole("consumed", num_samples)
-        if self._over and self._drawn == self.epoch + 1:
+        if self._over and self._drawn == self._epoch + 1:
             self._go_to(self._drawn)
         share = self._share_length(self.rank, self._num_left)
         if self._consumed + num_samples > share:
@@ -290,17 +310,18 @@ class Sampler(TorchSampler[Any]):
 
     def _count(self, num_samples: int) -> None:
         self._consumed += num_samples
-        self._touched, self._spent = True, False
+        self._touched, self._spent, self._drained = True, False, None
         self._moves += 1
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` with the next iteration. The one that is next anyway (or the rest of it) stays as it is."""
         _check_whole("epoch", epoch)
-        if self._touched or self._spent or epoch != self.epoch:
+        if epoch != self.epoch or self._touched or self._spent:
             self._go_to(epoch)
 
     def _go_to(self, epoch: int) -> None:
-        self.epoch, self._before, self._consumed = epoch, [], 0
+        self._epoch, self._before, self._consumed = epoch, [], 0
+        self._drained = None
         self._touched = self._spent = self._in_pass = False
         self._moves += 1
 
@@ -309,6 +330,7 @@ class Sampler(TorchSampler[Any]):
     @property
     def num_consumed(self) -> int:
         """How many samples this worker's loop has seen since the epoch began or was resumed."""
+        self._settle_drained()
         if self._spent or any(self._is_uncounted(each) for each in self._passes):
             raise ConfigurationError(
                 f"nobody has said how many samples of epoch {self.epoch} were consumed: a DataLoader fetches ahead, so "
@@ -334,10 +356,10 @@ class Sampler(TorchSampler[Any]):
             "length": self.length,
             "shuffle": self.shuffle,
             "seed": self.seed,
-            "epoch": self.epoch,
+            "epoch": self._epoch,
             "taken": [*(list(stage) for stage in self._before), taken],
             "in_pass": self._following or self._in_pass,
-            "digest": self._order.digest(self.seed, self.epoch),
+            "digest": self._order.digest(self.seed, self._epoch),
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ def _collect() -> None:
 def _problem_with_parameters(model: nn.Module, job: Job) -> str | None:
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for engine in job.engines:
-        if model in wrappings(engine.model) or engine.model in wrappings(model):
+        if unwrapped(model) is engine.model:
             continue  # its new strategy takes the place of the old one
         shared = [names[parameter] for parameter in engine.model.parameters() if parameter in names]
         if shared:
@@ -121,6 +121,11 @@ def wrappings(model: nn.Module) -> list[nn.Module]:
     """The model and, where torch.compile has wrapped it, the one inside: both are names for the same."""
     inside = model._modules.get("_orig_mod")
     return [model] if inside is None else [model, inside]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The plain model, whose parameters have the names that its author gave them."""
+    return wrappings(model)[-1]
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

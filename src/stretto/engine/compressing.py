@@ -62,6 +62,8 @@ class Compressing:
         self._submit(bucket, self._closing_course(bucket, sequence, label))
 
     def _submit(self, bucket: Bucket, course: Course) -> None:
+        if not self._job.is_here:  # the thread that would carry it is the parent's
+            self._job.check_usable()
         self._job.whereabouts.carrying(self._channel, 1)
         bucket.errand = self._lane.submit(self._carried(course), bucket.flat.device)
 

@@ -28,6 +28,7 @@ workers need no common order of buckets; which parameters were used rides in the
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -44,7 +45,8 @@ from stretto.collectives.plan import Kind
 from stretto.collectives.staging import Staging
 from stretto.compress.state import Exported
 from stretto.engine import memory, misuse
-from stretto.engine.bucket import Bucket, Notes, make_buckets, refuse_graph
+from stretto.engine.admission import unwrapped
+from stretto.engine.bucket import Bucket, Notes, gradient_dtype, make_buckets, refuse_graph
 from stretto.engine.compressing import Compressing
 from stretto.engine.end_of_backward import EndOfBackward
 from stretto.engine.finite import FiniteCheck
@@ -58,11 +60,13 @@ from stretto.engine.stepping import Given, watch_all_optimizers
 from stretto.engine.watch import Watch
 from stretto.engine.weak_hook import Orphan, take_off, weakly, when_accumulated
 from stretto.errors import BackwardFailed
+from stretto.plain_state import ForwardHook
 from stretto.session import PUBLIC_CHANNEL, Job
 from stretto.strategy import Strategy
 from stretto.tensors_in import tensors_in
 
 KEPT_BUFFERS: Final = 256  # in pinned memory: one for each bucket of a large model
+log = logging.getLogger("stretto")
 NO_TASK: Final = -1  # autograd's own number for "not in a backward"
 
 
@@ -91,7 +95,8 @@ class Engine:
         broadcast_buffers: bool = True,
         scaler: Any = None,
     ) -> None:
-        self.model = model
+        self.called = model
+        self.model = unwrapped(model)  # whose names are those of a plain model, also under torch.compile
         self.strategy = strategy
         self.job = job
         self.broadcast_buffers = broadcast_buffers
@@ -111,7 +116,7 @@ class Engine:
         self._sends_early = not (strategy.schedule.waits_for_backward or self._native)  # torch's own need one order everywhere
         self._open = False  # a gradient of this round has come
         self._buffers_saved = False  # a forward has come whose backward has not: autograd may have saved buffers
-        self._passed_forward = False  # since the last round: the model's own forward has run
+        self._passed_forward = False  # since the last round: the model's own forward has run, or backward has gone through it
         self._looked = False  # since the last step: for parameters that have changed
         self._task = NO_TASK  # the backward at whose end the round closes
         self._died = False  # that backward has ended in an exception
@@ -123,16 +128,21 @@ class Engine:
         self._hooks: list[RemovableHandle] = []
         self._gradient_hooks: dict[Tensor, RemovableHandle] = {}
         self._orphan = Orphan(job)
+        self._warned = False  # of gradients that came from no backward
         self.attached: list[RemovableHandle] = []  # what others have put onto the model and its optimizers for this engine
-        self.name = f"{type(model).__name__} (model {self.channel - PUBLIC_CHANNEL})"
+        self.name = f"{type(self.model).__name__} (model {self.channel - PUBLIC_CHANNEL})"
         self._hooks += [handle for optimizer in optimizers for handle in Given.hook(self, optimizer)]
         if self.synchronising:
             watch_all_optimizers()
             self._lay_out()
-            self._hooks.append(model.register_forward_pre_hook(self._before_forward))
-            self._hooks.append(model.register_forward_hook(self._after_forward))
+            self._hooks.append(model.register_forward_pre_hook(ForwardHook(self._before_forward)))
+            self._hooks.append(model.register_forward_hook(ForwardHook(self._after_forward)))
         elif check_finite:  # in a job of one
             self._check_alone()
+
+    def __reduce__(self) -> Any:
+        """A module whose class copies or pickles its own `__dict__` (torch.fx does) finds None in the engine's place."""
+        return type(None), ()
 
     # -- layout -------------------------------------------------------------------------------------------------------
 
@@ -280,9 +290,10 @@ class Engine:
                 tensor.register_hook(weakly(self._on_backward_begins))  # type: ignore[no-untyped-call]
 
     def _on_backward_begins(self, gradient: Tensor) -> None:
-        if self._task not in (NO_TASK, _current_task()):
+        if self._died:
             self.flush()  # an earlier backward ended in an exception, and there was no forward since
-        self._set_end()
+        self._passed_forward = True  # also where it runs for a second time through the same graph
+        self._set_end()  # not of a backward within a backward: the round closes with the outer one
 
     def _set_end(self) -> None:
         if self._task == NO_TASK and self.synchronising:
@@ -333,13 +344,20 @@ class Engine:
         if self._died:
             self._close_dead_round(parameter)
         if self._unused_mean and parameter in self.place:
-            self._refuse_second_mean(parameter)
+            self._unused_mean = False
+            if self._holds_mean(parameter):
+                raise misuse.second_mean(self.strategy.compress)
+        self._open_round()
+        if self._sends_early:
+            for bucket in self.buckets[:-1]:
+                bucket.waits = self._is_watched(bucket)
+        self._set_end()  # normally the outputs' hook has done it; else (a submodule called directly) this is the end we know
+
+    def _open_round(self) -> None:
         self._open = True
         for bucket in self.buckets:
             if bucket.is_held:
                 bucket.leave_memory()
-            bucket.waits = self._is_watched(bucket)
-        self._set_end()  # normally the outputs' hook has done it; else (a submodule called directly) this is the end we know
 
     def _close_dead_round(self, parameter: Tensor) -> None:
         """A backward begins after one that failed, and no forward of the model has come between them to close its round."""
@@ -352,16 +370,17 @@ class Engine:
 
     def _is_watched(self, bucket: Bucket) -> bool:
         """Whether a hook of the user's runs after ours. It must see the gradient: the bucket leaves at the end of backward."""
-        hooks = (p._post_accumulate_grad_hooks for p in bucket.parameters)
+        hooks = [p._post_accumulate_grad_hooks for p in bucket.parameters]
+        if max(map(len, hooks)) == 1:
+            return False
         last = (next(reversed(mine)) for mine in hooks)
         return any(self._gradient_hooks[p].id != number for p, number in zip(bucket.parameters, last, strict=True))
 
-    def _refuse_second_mean(self, parameter: Tensor) -> None:
-        """A mean of means is the mean only without loss: this worker's new gradient lies on top of everybody's old one."""
+    def _holds_mean(self, parameter: Tensor) -> bool:
+        """Whether the gradient is what a round has left there. A mean of means is the mean only without loss: a new gradient of
+        this worker's would lie on top of everybody's old one."""
         bucket, slot = self.place[parameter]
-        self._unused_mean = False
-        if parameter.grad is bucket.views[slot]:
-            raise misuse.second_mean(self.strategy.compress)
+        return parameter.grad is bucket.views[slot]
 
     def _keep_late(self, parameter: Tensor) -> None:
         number, gradient = self.number[parameter], parameter.grad
@@ -435,6 +454,8 @@ class Engine:
 
     def _finish_round(self, part: Part) -> Notes:
         """Send what has not left, wait for everything, and give every parameter its combined gradient."""
+        if not self._open:  # no gradient has come that would have done it
+            self._open_round()
         used = self._complete_buckets()  # what it refuses leaves the round open: nothing of the rest has left, and flush says so
         self._part, self._task = part, NO_TASK
         try:
@@ -545,7 +566,7 @@ class Engine:
         for number in flags.nonzero().flatten().tolist():
             name, parameter = self.dense[number]
             bucket, slot = self.place[parameter]
-            late = self._late.get(number, torch.zeros_like(parameter)).to(parameter.dtype).contiguous().clone()
+            late = self._late.get(number, torch.zeros_like(parameter)).to(gradient_dtype(parameter)).contiguous().clone()
             _weigh(late, self._weight)
             if self._finite is not None:
                 self._finite.look(name, late)
@@ -586,8 +607,11 @@ class Engine:
             if _current_task() != NO_TASK:
                 raise misuse.step_within_backward(optimizer, self.name)
             self.flush()
-            if self.loop.backwards and self._has_gradients(optimizer):
-                raise misuse.step_without_round(optimizer, self.name, len(self.loop.backwards))
+            if self.loop.backwards:
+                if self._has_gradients(optimizer):
+                    raise misuse.step_without_round(optimizer, self.name, len(self.loop.backwards))
+            elif self.loop.is_second_step(optimizer):
+                self._warn_of_own_gradients(optimizer)
             if not self._looked:
                 self._notice_late_changes()
             self._looked = False
@@ -596,15 +620,51 @@ class Engine:
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         """Whether a step would use gradients of this model. Zeros are as good as none: the same on all workers."""
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"] if self.combines(parameter))
-        return any(parameter.grad is not None and bool((parameter.grad != 0).any()) for parameter in parameters)
+        return any(_is_nonzero(parameter.grad) for parameter in self._stepped_by(optimizer) if parameter.grad is not None)
+
+    def _stepped_by(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        return (parameter for group in optimizer.param_groups for parameter in group["params"] if self.combines(parameter))
+
+    def _warn_of_own_gradients(self, optimizer: Optimizer) -> None:
+        """There was no round since this optimizer's last step. What it uses now was put into p.grad by the program itself."""
+        if self._warned or self.joining or self.job.world_size == 1:
+            return
+        own = (p for p in self._stepped_by(optimizer) if p.grad is not None and p in self.place and not self._holds_mean(p))
+        if any(_is_nonzero(parameter.grad) for parameter in own):
+            self._warned = True
+            log.warning("rank %d: %s", self.job.rank, misuse.own_gradients(optimizer, self.name))
 
     def synchronize(self) -> None:
-        """Combine now what backward passes under no_sync have accumulated, if there is anything. On all workers."""
+        """Combine now what backward passes under no_sync have accumulated, if anybody has anything. On all workers.
+
+        A worker that has nothing takes part with weight 0: the mean is over those that have something."""
+        if not self.engaged:
+            return
+        if not self.synchronising:
+            raise misuse.synchronize_in_no_sync(self.name)
         self.flush()
-        if self.loop.backwards and self.synchronising:
-            self._open = True
+        if not self._anybody_has_accumulated():
+            return
+        if self.loop.backwards:
             self._finish_round(Part.WORKING)
+        else:
+            self._drop_gradients()
+            with self.job.weighing(0.0):
+                self._finish_round(Part.WORKING)
+        if not self.joining:
+            self._make_up_for_forward()
+
+    def _anybody_has_accumulated(self) -> bool:
+        has, on_mean = bool(self.loop.backwards), False
+        if has and self._unused_mean:
+            on_mean = any(self._holds_mean(parameter) for _, parameter in self.dense)
+        everybody = [[has, on_mean]]
+        if self.job.world_size > 1 and not self.joining:  # under join the others may have run out, and do not come here
+            everybody = self.job.gather_object([has, on_mean])
+        for rank, (_, theirs) in enumerate(everybody):
+            if theirs:
+                raise misuse.synchronize_over_mean(self.strategy.compress, rank)
+        return any(theirs for theirs, _ in everybody)
 
     def _give_up(self) -> None:
         """Some worker's backward failed: nobody has a combined gradient. Those whose own did not fail get to know."""
@@ -642,6 +702,11 @@ class Engine:
         if self._finite is not None and parameter.grad is not None:
             self._finite.look(name, parameter.grad)
             self._finite.conclude(self.job, [parameter.grad])
+
+
+def _is_nonzero(gradient: Tensor) -> bool:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool((values != 0).any())
 
 
 def _weigh(gradient: Tensor, weight: float) -> None:

@@ -12,6 +12,9 @@ shows them, before anybody takes another step:
     scale             of the loop's GradScaler, and its count towards the next growth: with different scales the mean is a mean
                       of differently scaled gradients
 
+How many backward passes were accumulated under `no_sync` is left out on purpose: workers may cut their samples into different
+numbers of pieces, and say with `weight` what each contribution counts.
+
 Nothing is compared under `join`: there workers that have run out do not step, and all become equal at its end.
 """
 
@@ -20,14 +23,15 @@ from __future__ import annotations
 import sys
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 MOST_FRAMES = 8  # from GradScaler.step to the hook that looks for it there are 3 to 5
-_SCALER_STEPS = (torch.amp.GradScaler.step.__code__, torch.amp.GradScaler._maybe_opt_step.__code__)
+_MAYBE_STEP = getattr(torch.amp.GradScaler, "_maybe_opt_step", torch.amp.GradScaler.step)  # private, so it may go one day
+_SCALER_STEPS = (torch.amp.GradScaler.step.__code__, _MAYBE_STEP.__code__)
 
 
 class LoopState:
@@ -41,6 +45,7 @@ class LoopState:
         self.others: WeakSet[Optimizer] = WeakSet()  # that step the model's parameters and were not given to distribute()
         self._steps: list[list[Any]] = []  # [name of the optimizer, how often in a row] since the last round
         self._scale: tuple[float, int] | None = None  # as read when the optimizer stepped last
+        self._last_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # after how many rounds each has stepped last
 
     def text(self) -> str:
         """What must be the same on all workers when a round ends."""
@@ -57,25 +62,42 @@ class LoopState:
     def learning_rates(self) -> list[float | None]:
         """Those in the groups of the given optimizers. Not those on an accelerator: reading one would wait for it."""
         rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups if "lr" in group]
-        return [None if isinstance(rate, Tensor) and rate.device.type != "cpu" else float(rate) for rate in rates]
+        return [None if rate is None or _is_elsewhere(rate) else float(rate) for rate in rates]
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def stepped(self, optimizer: Optimizer) -> None:
-        name = type(optimizer).__name__
+        name = self._name(optimizer)
         if self._steps and self._steps[-1][0] == name:
             self._steps[-1][1] += 1
         else:
             self._steps.append([name, 1])
+
+    def is_second_step(self, optimizer: Optimizer) -> bool:
+        """Before a step: whether no round has come since this optimizer's last one, or since the beginning."""
+        before = self._last_steps.get(optimizer, 0)
+        self._last_steps[optimizer] = self.rounds
+        return before == self.rounds
+
+    def _name(self, optimizer: Optimizer) -> str:
+        """Tells optimizers of one class apart, in words that are the same on all workers."""
+        name = type(optimizer).__name__
+        for number, given in enumerate(self.optimizers):
+            if given is optimizer:
+                return name if len(self.optimizers) == 1 else f"{name} (optimizer {number})"
+        return f"{name} (of {sum(len(group['params']) for group in optimizer.param_groups)} parameters)"
 
     def round_ended(self) -> None:
         self._steps.clear()
         self.backwards.clear()
 
     def begin_anew(self) -> None:
-        """All workers have been made equal: what they did before no longer matters."""
+        """All workers have been made equal: what they did before no longer matters. Gradients that were accumulated under no_sync
+        are still there, and still this worker's own."""
         self.rounds = 0
-        self.round_ended()
+        self._steps.clear()
+        self._last_steps.clear()
+        self._scale = None  # of before
 
     # -- the scaler ---------------------------------------------------------------------------------------------------
 
@@ -104,7 +126,13 @@ class LoopState:
         return _scale_of(scaler) if on_cpu else self._scale
 
 
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
 def _scale_of(scaler: Any) -> tuple[float, int] | None:
+    if not scaler.is_enabled():
+        return None
     if not isinstance(scaler._scale, Tensor) or not isinstance(scaler._growth_tracker, Tensor):
         return None  # it has not been used yet
     return float(scaler._scale), int(scaler._growth_tracker)

@@ -37,7 +37,32 @@ def step_without_round(optimizer: Optimizer, model: str, num_backwards: int) -> 
         f"{type(optimizer).__name__}.step() after {num_backwards} backward passes of {model}, all of them under no_sync: their "
         f"gradients are this worker's own, so workers would drift apart.\n"
         f"Leave the last backward before a step outside no_sync; or, where it cannot be known which is the last, call "
-        f"stretto.synchronize(model) before the step."
+        f"stretto.synchronize(model) before the step. To combine gradients yourself, or to train this worker's model alone for a "
+        f"while, give the plain model back first: stretto.release(model)."
+    )
+
+
+def own_gradients(optimizer: Optimizer, model: str) -> str:
+    return (
+        f"{type(optimizer).__name__}.step() uses gradients of {model} that no backward pass has left there since the last step: "
+        f"the program has put them into p.grad itself, and they were not combined. If they differ between workers, so will the "
+        f"models.\n"
+        f"Combine them before the step, stretto.all_reduce(p.grad), or let loss.backward() make them. A program that combines "
+        f"gradients itself needs no distribute(): stretto.release(model). (Said once.)"
+    )
+
+
+def synchronize_in_no_sync(model: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"synchronize() of {model} inside no_sync, where nothing is combined.\nCall it after the `with` block, before the step."
+    )
+
+
+def synchronize_over_mean(compress: Compression, rank: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"synchronize() with compress={compress!r}: on rank {rank} p.grad still holds the mean of a former round, which no step "
+        f"has used, and what was accumulated on top of it would be compressed together with it, again.\n"
+        f"Call optimizer.step() or optimizer.zero_grad() (with set_to_none=True, the default) after every synchronize()."
     )
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-_FUNCTIONAL_CALL = stateless._functional_call.__code__  # what torch.func.functional_call ends in
+_FAKE = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "FAKE", None)
+_FUNCTIONAL_CALL = getattr(getattr(stateless, "_functional_call", None), "__code__", None)  # where torch's own ends
 
 
 def is_only_traced() -> bool:
@@ -30,7 +30,7 @@ def is_only_traced() -> bool:
         or torch.compiler.is_exporting()
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_dispatch_mode(_FAKE) is not None
+        or (_FAKE is not None and torch._C._get_dispatch_mode(_FAKE) is not None)
     )
 
 

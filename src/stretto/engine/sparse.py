@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from stretto.engine.bucket import gradient_dtype
 from stretto.session import Job
 
 
@@ -45,7 +46,7 @@ def _exchange(job: Job, parameter: Tensor, gradient: Tensor | None, weight: floa
         return _reduce_dense(job, parameter, gradient, weight, combined_weight)
     if gradient is None:
         indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-        values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+        values = torch.empty((0, *parameter.shape[1:]), dtype=gradient_dtype(parameter), device=parameter.device)
     else:
         indices, values = gradient.indices()[:, :num_rows], gradient.values()[:num_rows] * weight
     longest = int(lengths[:, 0].max())
@@ -60,7 +61,7 @@ def _exchange(job: Job, parameter: Tensor, gradient: Tensor | None, weight: floa
 
 
 def _reduce_dense(job: Job, parameter: Tensor, gradient: Tensor | None, weight: float, combined_weight: float) -> Tensor:
-    total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    total = torch.zeros(parameter.shape, dtype=gradient_dtype(parameter), device=parameter.device)
     if gradient is not None and weight:
         total.copy_(gradient.to_dense() if gradient.is_sparse else gradient).mul_(weight)
     job.all_reduce(total, op="mean", algorithm="ring")

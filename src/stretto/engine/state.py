@@ -163,7 +163,7 @@ def copy_scaler(job: Job, scaler: torch.amp.GradScaler | None, root: int) -> Non
     if scaler is not None and everybody[root]:
         scaler.load_state_dict(everybody[root])
     unknown = [rank for rank, state in enumerate(everybody) if state is None]
-    if everybody[root] is not None and unknown:
+    if everybody[root] and unknown:  # the state of a scaler that is not enabled is empty
         raise ConfigurationError(
             f"the GradScaler of {ranks_text(unknown)} has not been seen yet, because no step was taken with it there, so it "
             f"cannot be given the scale of rank {root}.\nGive it to distribute(model, optimizer, scaler=scaler) on all workers."

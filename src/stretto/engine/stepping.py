@@ -8,8 +8,9 @@ The hooks for all optimizers are set once for the process and stay: they keep no
 hook that it has on the parameter. (Taking them off again would change torch's table while another thread steps.)
 
 A step that is given a closure makes its gradients itself, by calling it, so everything waits until the closure has run.
-Optimizers that decide by the value of the loss, LBFGS with its line search first of all, would decide differently on workers
-whose losses differ: they get the mean loss over all workers. torch's other optimizers only hand the loss back, as it is.
+LBFGS decides by the value of the loss, and would decide differently on workers whose losses differ: it gets the mean over all
+workers. Other optimizers only hand the loss back, as it is. (One of the user's own that decides by the loss takes a mean from its
+closure: `return stretto.all_reduce(loss.item())`.)
 """
 
 from __future__ import annotations
@@ -120,13 +121,14 @@ def _followed(closure: Callable[[], Any], engines: Sequence[Engine], optimizer: 
 
 
 def decides_by_loss(optimizer: Optimizer) -> bool:
-    """Whether what the closure returns may decide what the step does: unknown optimizers might, most of torch's do not."""
-    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
+    """Whether what the closure returns decides what the step does: so does LBFGS, whoever wrote it."""
+    return isinstance(optimizer, LBFGS) or "lbfgs" in type(optimizer).__name__.lower()
 
 
 def mean_loss(loss: Any, job: Job, optimizer: Optimizer) -> Any:
     """The mean over all workers of what their closures gave, weighted like their gradients."""
-    if loss is None or job.world_size == 1:
+    is_number = isinstance(loss, (int, float)) or (isinstance(loss, Tensor) and loss.numel() == 1)
+    if not is_number or job.world_size == 1:
         return loss
     value = float(loss.detach() if isinstance(loss, Tensor) else loss)
     weighted = torch.tensor([value * job.weight, job.weight], dtype=torch.float64, device="cpu")

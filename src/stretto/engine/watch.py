@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-KIND = attrgetter("dtype", "device", *(["grad_dtype"] if hasattr(Tensor, "grad_dtype") else []))
+# `_cdata`: torch.utils.swap_tensors puts another tensor into the same Python object, without the hooks of the first.
+KIND = attrgetter("dtype", "device", "_cdata", *(["grad_dtype"] if hasattr(Tensor, "grad_dtype") else []))
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -34,7 +35,8 @@ class Watch:
         self._members_before = self.members()
         firsts = (next(iter(table.values()), None) for table in self._own)
         self._firsts = [p for p in firsts if p is not None]
-        self._images = [p for table in self._own for p in table.values() if p is not None and p.dim() >= 4]  # or channels-last
+        images = [p for table in self._own for p in table.values() if p is not None and p.dim() >= 4]
+        self._laid_out = images + [p for p in self._firsts if 2 <= p.dim() < 4]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._before, self._closely_before = self._look(), self._look_closely()
 
@@ -73,7 +75,7 @@ class Watch:
         """While the members are the same."""
         return (
             list(map(KIND, self._firsts)),  # what converts a module converts all of it
-            list(map(Tensor.stride, self._images)),  # what makes a module channels-last changes these alone
+            list(map(Tensor.stride, self._laid_out)),  # what makes a module channels-last changes images alone
             any(self._empty),
             any(p.requires_grad for p in self._frozen),
         )

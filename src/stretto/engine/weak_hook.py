@@ -61,6 +61,8 @@ def when_accumulated(parameter: Tensor, method: Callable[..., None], *arguments:
 
     hook = weakly(method, *arguments, gone=gone)
     mine.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+    # After torch.utils.swap_tensors the table of hooks is still there, but autograd does not know it until it is set again.
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     return mine[0]
 
 

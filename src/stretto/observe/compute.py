@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stretto.observe.trace import Tracer
+from stretto.plain_state import ForwardHook
 from stretto.tensors_in import tensors_in
 
 
@@ -23,8 +24,8 @@ def trace_compute(tracer: Tracer, model: nn.Module, optimizers: Sequence[Optimiz
     """Set the hooks, first in line: their callback at the end of backward comes before the engine's."""
     passes = _Passes(tracer, type(model).__name__)
     handles = [
-        model.register_forward_pre_hook(passes.forward_begins, prepend=True),
-        model.register_forward_hook(passes.forward_ends, prepend=True),
+        model.register_forward_pre_hook(ForwardHook(passes.forward_begins), prepend=True),
+        model.register_forward_hook(ForwardHook(passes.forward_ends), prepend=True),
     ]
     for optimizer in optimizers:
         handles.append(optimizer.register_step_pre_hook(passes.update_begins))

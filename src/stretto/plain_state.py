@@ -3,12 +3,16 @@
 Hooks and the engine sit in the module's `__dict__`, which is what all three of them take. An entry `__getstate__` in that same
 dictionary, which Python asks before the class, leaves ours out: copies combine nothing, `torch.load(weights_only=True)` and
 programs without stretto can read what was saved, and `torch.jit.script` works on a copy.
+
+Some classes (`torch.fx.GraphModule`) copy or pickle their `__dict__` themselves and never ask. For them each thing of ours in it
+is one whose copy does nothing.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -20,14 +24,43 @@ _ABOUT_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", 
 
 def look_plain(model: nn.Module, *ours: str) -> None:
     """From now on copies of the model have neither our hooks nor the attributes named `ours`."""
-    reference = weakref.ref(model)
+    object.__setattr__(model, GETSTATE, _PlainState(model, (*ours, GETSTATE)))
 
-    def state() -> Any:
-        this = reference()
-        assert this is not None, "only the model itself leads here"
-        return _without_ours(type(this).__getstate__(this), (*ours, GETSTATE))  # type: ignore[no-untyped-call]
 
-    object.__setattr__(model, GETSTATE, state)
+class _PlainState:
+    """The entry `__getstate__` of one model."""
+
+    def __init__(self, model: nn.Module, ours: tuple[str, ...]) -> None:
+        self._model = weakref.ref(model)
+        self._ours = ours
+
+    def __call__(self) -> Any:
+        model = self._model()
+        assert model is not None, "only the model itself leads here"
+        return _without_ours(type(model).__getstate__(model), self._ours)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PlainState:
+        return _PlainState(memo.get(id(self._model()), self._model()), self._ours)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # torch.fx makes a new module from its pickle and takes only what that does not have
+
+
+class ForwardHook:
+    """A method as a hook of a module's forward."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+
+    def __call__(self, *arguments: Any) -> None:
+        self._method(*arguments)
+
+    def __reduce__(self) -> Any:
+        return ForwardHook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
 
 
 def look_as_before(model: nn.Module) -> None:
