@@ -413,6 +413,29 @@ def test_a_look_at_a_batch_costs_nothing(options: dict[str, Any]) -> None:
         assert worker.epoch == epoch + 1
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_look_by_a_loader_that_draws_a_whole_epoch_at_once_costs_nothing() -> None:
+    """Nothing is left to draw when the loop sees its first batch, so only what is trained since then tells a loop from a look."""
+    here, model = place(0, 2), Untrained()
+    here.engines.add(model)
+    worker = Sampler(16, seed=5, job=here)
+    loader = loader_of(worker, batch_size=4, num_workers=2)
+    first = order(16, 0, 5)[::2].tolist()
+    for _ in range(2):
+        assert next(iter(loader))[0].tolist() == first[:4]  # by this worker alone
+        assert worker.epoch == 0
+    for epoch in range(3):
+        seen: list[int] = []
+        for (batch,) in loader:  # nobody counts
+            seen += batch.tolist()
+            model.rounds += 1
+        assert seen == order(16, epoch, 5)[::2].tolist() and worker.epoch == epoch
+        assert len(worker) == 8
+        assert next(iter(loader))[0].tolist() == order(16, epoch + 1, 5)[::2].tolist()[:4]
+    with pytest.raises(ConfigurationError, match="nobody has said how many samples of epoch 2"):
+        worker.state_dict()
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loop_that_trains_and_is_left_early_is_no_look(size: int) -> None:
     """Followed, the next pass has the rest of the epoch. Not counted, it is the next epoch, and not the same batches again."""

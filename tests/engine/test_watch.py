@@ -34,6 +34,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "another module in its place": lambda made: made.__setitem__(0, nn.Linear(2, 3)),
     "converted": lambda made: made.double(),
     "one module converted": lambda made: made[2].double(),
+    "transposed": lambda made: setattr(made[0].weight, "data", made[0].weight.data.t().contiguous().t()),
+    "swapped for another tensor": lambda made: torch.utils.swap_tensors(made[0].weight, nn.Parameter(torch.ones(3, 2))),
     "gone": lambda made: made.__delitem__(2),
 }
 
