@@ -18,26 +18,27 @@ class Alarm(Exception):
     pass
 
 
-def alarm(*_: Any) -> None:
-    raise Alarm
-
-
 def interrupted_once(folder: str) -> str:
     """An alarm goes off on rank 1 while its backward waits for rank 0, and is caught there."""
     job = stretto.init()
     model = mlp()
     optimizer = start(job, model)
-    here, there = Path(folder) / "interrupted", job.rank == 1
-    if there:
+    fired, caught = Path(folder) / "fired", False
+
+    def alarm(*_: Any) -> None:
+        fired.touch()
+        raise Alarm
+
+    if job.rank == 1:
         signal.signal(signal.SIGALRM, alarm)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         try:
             torch.autograd.backward(model(data(job.rank)).pow(2).mean())
         except Alarm:
-            here.touch()
+            caught = True
     else:
         until = time.monotonic() + 60
-        while not here.exists() and time.monotonic() < until:
+        while not fired.exists() and time.monotonic() < until:
             time.sleep(0.01)
         torch.autograd.backward(model(data(job.rank)).pow(2).mean())
     optimizer.step()
@@ -45,5 +46,5 @@ def interrupted_once(folder: str) -> str:
     try:
         torch.autograd.backward(model(data(job.rank, 1)).pow(2).mean())
     except RankMismatch as mismatch:
-        return f"{here.exists()}: {mismatch}"
+        return f"{caught}: {mismatch}"
     return "nobody was told"
