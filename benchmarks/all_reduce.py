@@ -60,7 +60,7 @@ def cases(repeat: int) -> dict[str, Settings]:
     auto = ["auto"]
     return {
         "lab-4": Settings(sizes=[4 * K, M, 32 * M], algorithms=auto, workers=4, lab=True, repeat=repeat),
-        "lab-4-1gbit": Settings(sizes=[32 * M], algorithms=auto, workers=4, lab=True, rate="1gbit", repeat=repeat),
+        "lab-4-1gbit": Settings(sizes=[4 * K, M, 32 * M], algorithms=auto, workers=4, lab=True, rate="1gbit", repeat=repeat),
         "host-2": Settings(sizes=[32 * M], algorithms=auto, workers=2, repeat=repeat),
         "host-4": Settings(sizes=[32 * M], algorithms=auto, workers=4, repeat=repeat),
         "catalogue": Settings(
@@ -75,6 +75,8 @@ CLAIMS = (
     Claim("lab-4", 4 * K, "auto against gloo, 4 lab hosts, links unshaped", 3.0, against_gloo),
     Claim("lab-4", M, "auto against gloo, 4 lab hosts, links unshaped", 1.0, against_gloo),
     Claim("lab-4", 32 * M, "auto against gloo, 4 lab hosts, links unshaped", 0.97, against_gloo),
+    Claim("lab-4-1gbit", 4 * K, "auto against gloo, 4 lab hosts, 1 Gbit/s", 2.5, against_gloo),
+    Claim("lab-4-1gbit", M, "auto against gloo, 4 lab hosts, 1 Gbit/s", 1.0, against_gloo),
     Claim("lab-4-1gbit", 32 * M, "auto against gloo, 4 lab hosts, 1 Gbit/s", 0.98, against_gloo),
     Claim("lab-4-1gbit", 32 * M, "auto against a bare TCP stream of the same bytes, 1 Gbit/s", 0.97, share_of_tcp),
     Claim("lab-4-1gbit", 32 * M, "encrypted against plain, 1 Gbit/s", 0.90, encrypted_share),
