@@ -380,6 +380,7 @@ def test_a_second_backward_through_the_same_graph_broadcasts_no_buffers() -> Non
         assert others == [first, first]
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch for CUDA runs no backward in a fork once its parent has")
 def test_a_backward_in_a_forked_child_is_refused_at_once_also_with_compression() -> None:
     def program(job: Job) -> str:
         model = mlp()
