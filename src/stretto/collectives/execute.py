@@ -92,7 +92,7 @@ class Communicator:
         self._history: dict[Name, str] = {}  # ended: what it was
         self._forgotten: dict[int, int] = {}  # channel -> the last collective that has ended and is no longer in the history
         self._doomed: list[Failed] = []  # failed elsewhere before it began here
-        self._disputes: dict[Name, dict[int, str]] = {}
+        self._disputes: dict[Name, dict[int, Begun]] = {}
         self._knocks: dict[Name, set[int]] = {}
         self._unasked: Counter[int] = Counter()  # rank -> bytes on their way to it, of collectives that it has not begun yet
         self._work: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
@@ -155,8 +155,8 @@ class Communicator:
         self._announce(run)
         for rank, belief in self._begun.pop(name, {}).items():
             self._heard_begun(run, rank, belief)
-        for rank, belief in self._disputes.pop(name, {}).items():
-            self.heard_belief(run, rank, belief)
+        for rank, news in self._disputes.pop(name, {}).items():
+            self.heard_belief(run, rank, news.belief, news.place)
         run.pump()
 
     def _lost_before(self, request: Request) -> StrettoError | None:
@@ -231,7 +231,8 @@ class Communicator:
         name = other.name
         self._outside[name] = other
         other.error = self._doom_of(name)
-        for rank, belief in (*self._begun.pop(name, {}).items(), *self._disputes.pop(name, {}).items()):
+        disputes = {rank: news.belief for rank, news in self._disputes.pop(name, {}).items()}
+        for rank, belief in (*self._begun.pop(name, {}).items(), *disputes.items()):
             self._disagree_outside(other, rank, belief)
         try:
             yield
@@ -365,13 +366,13 @@ class Communicator:
             return
         name = (news.channel, news.sequence)
         if name in self.runs:
-            self.heard_belief(self.runs[name], source, news.belief)
+            self.heard_belief(self.runs[name], source, news.belief, news.place)
         elif name in self._outside:
             self._disagree_outside(self._outside[name], source, news.belief)
         elif name in self._history:
             self._disagree_afterwards(name, source, news.belief)
         else:
-            self._disputes.setdefault(name, {})[source] = news.belief
+            self._disputes.setdefault(name, {})[source] = news
 
     def _disagree_afterwards(self, name: Name, source: int, belief: str) -> None:
         """A dispute about what has ended here: answer each peer once. A rank that only had to send (the root of a small
@@ -380,37 +381,44 @@ class Communicator:
         if source in heard:
             return
         ours = self._history[name]
-        if belief != ours and all(other == ours for other in heard.values()):  # else it was said, or raised, before
+        if belief != ours and all(other.belief == ours for other in heard.values()):  # else it was said, or raised, before
             log.error(
                 "rank %d had done its part of a collective when rank %d disagreed about it:\n  rank %d: %s\n  rank %d: %s\n"
                 "All ranks must make the same calls in the same order, with tensors of the same length and dtype.",
                 self.wire.rank, source, self.wire.rank, ours, source, belief,
             )  # fmt: skip
-        heard[source] = belief
-        self.wire.post(source, TOPIC_BELIEF, msgspec.msgpack.encode(Begun(*name, ours)))
+        heard[source] = Begun(*name, belief)
+        mine = heard.get(self.wire.rank, Begun(*name, ours))
+        self.wire.post(source, TOPIC_BELIEF, msgspec.msgpack.encode(mine))
 
     def _disagree_outside(self, other: Outside, source: int, belief: str) -> None:
         if other.error is None and belief != other.belief:
             other.error = rank_mismatch({self.wire.rank: other.belief, source: belief})
             self.tell_everybody(TOPIC_BELIEF, msgspec.msgpack.encode(Begun(*other.name, other.belief)))
 
-    def heard_belief(self, run: Run, source: int, belief: str) -> None:
+    def heard_belief(self, run: Run, source: int, belief: str, place: str | None = None) -> None:
+        """A rank believes this collective to be something. With a place it has heard of the dispute, and says it to everybody."""
         run.beliefs[source] = belief
+        if place is not None:
+            run.places[source] = place
         self._dispute(run)
 
     def _dispute(self, run: Run) -> None:
         if run.disputed_at is None:
             run.disputed_at = self.wire.now()
+            place = run.places[self.wire.rank] = self._inquiry.place_in(run.pending)
             self.check_soon()
-            self.tell_everybody(TOPIC_BELIEF, msgspec.msgpack.encode(Begun(*run.name, run.belief)))
-        if run.beliefs.keys() >= set(self._inquiry.others()):
+            self.tell_everybody(TOPIC_BELIEF, msgspec.msgpack.encode(Begun(*run.name, run.belief, place)))
+        if run.places.keys() >= set(self._inquiry.others()):
             self._settle(run)
 
     def _settle(self, run: Run) -> None:
         if run.pending.done:
             return
-        self._end(run, rank_mismatch({**run.beliefs, self.wire.rank: run.belief}))
-        self._disputes[run.name] = run.beliefs
+        beliefs = {**run.beliefs, self.wire.rank: run.belief}
+        said = {rank: f"{what}, called at {run.places[rank]}" if run.places.get(rank) else what for rank, what in beliefs.items()}
+        self._end(run, rank_mismatch(said))
+        self._disputes[run.name] = {rank: Begun(*run.name, what, run.places.get(rank, "")) for rank, what in beliefs.items()}
 
     # -- failures -----------------------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ class Inquiry:
         begun = communicator.has_begun(name)
         waiting_for = [] if run is None else run.waiting_for()
         instead = [] if begun else self._instead_of(name)
-        place = self._place_in(run.pending) if run is not None else self._whereabouts.place(name[0])
+        place = self.place_in(run.pending) if run is not None else self._whereabouts.place(name[0])
         return State(*name, begun, waiting_for, communicator.belief(name), place, instead)
 
     def _instead_of(self, name: Name) -> list[Elsewhere]:
@@ -148,7 +148,7 @@ class Inquiry:
         run = self._communicator.runs.get(pending.name)
         return [] if run is None else run.waiting_for()
 
-    def _place_in(self, pending: Pending) -> str:
+    def place_in(self, pending: Pending) -> str:
         """Where the thread is that is blocked in it."""
         for wait in self._whereabouts.waits():
             if self._blocks(wait) is pending:
@@ -183,7 +183,7 @@ class Inquiry:
             doing = "; ".join(f"{ranks}: {what}" for ranks, what in self._who_does_what(run, culprits))
             log.warning(
                 "rank %d: still waiting for %s in %s after %.0f s, at %s. %s.",
-                self._wire.rank, ranks_text(culprits), run.belief, silent_s, self._place_in(run.pending), doing,
+                self._wire.rank, ranks_text(culprits), run.belief, silent_s, self.place_in(run.pending), doing,
             )  # fmt: skip
 
     def _hopeless(self, run: Run) -> list[Name]:
@@ -239,7 +239,7 @@ class Inquiry:
 
     def _doing(self, run: Run, rank: int) -> str:
         if rank == self._wire.rank:
-            return f"{run.belief}, called at {self._place_in(run.pending)}"
+            return f"{run.belief}, called at {self.place_in(run.pending)}"
         state = run.answers.get(rank)
         if state is None:
             return "has left the job" if self._wire.said_goodbye(rank) else "does not answer"

@@ -39,6 +39,7 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
     channel: int
     sequence: int
     belief: str
+    place: str = ""  # where in the program, said when ranks disagree
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True):

@@ -40,8 +40,8 @@ class Run:
 
     __slots__ = (
         "accumulators", "answers", "ask_after_s", "asked_at", "asked_since", "belief", "beliefs", "code", "communicator",
-        "confirmed", "counts", "digest", "disputed_at", "eager", "held", "name", "opened", "pending", "probed", "pumping",
-        "ready", "remaining", "request", "schedule", "started_at", "touched_at", "unasked", "unusable", "warned_at",
+        "confirmed", "counts", "digest", "disputed_at", "eager", "held", "name", "opened", "pending", "places", "probed",
+        "pumping", "ready", "remaining", "request", "schedule", "started_at", "touched_at", "unasked", "unusable", "warned_at",
     )  # fmt: skip
 
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
@@ -72,7 +72,8 @@ class Run:
         self.probed = False
         self.answers: dict[int, State] = {}
         self.disputed_at: float | None = None
-        self.beliefs: dict[int, str] = {}
+        self.beliefs: dict[int, str] = {}  # what other ranks believe it to be
+        self.places: dict[int, str] = {}  # where each rank was when it heard that ranks disagree
 
     def pump(self) -> None:
         """Start every task that may start. Tasks that finish at once make others ready, hence the loop, not recursion."""
