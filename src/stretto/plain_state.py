@@ -40,7 +40,9 @@ class _PlainState:
         return _without_ours(type(model).__getstate__(model), self._ours)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PlainState:
-        return _PlainState(memo.get(id(self._model()), self._model()), self._ours)
+        model = self._model()
+        assert model is not None, "it is copied with the model"
+        return _PlainState(memo.get(id(model), model), self._ours)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # torch.fx makes a new module from its pickle and takes only what that does not have

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 
 from stretto.engine.watch import Watch
 
@@ -35,7 +36,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "converted": lambda made: made.double(),
     "one module converted": lambda made: made[2].double(),
     "transposed": lambda made: setattr(made[0].weight, "data", made[0].weight.data.t().contiguous().t()),
-    "swapped for another tensor": lambda made: torch.utils.swap_tensors(made[0].weight, nn.Parameter(torch.ones(3, 2))),
+    "swapped for another tensor": lambda made: swap_tensors(made[0].weight, nn.Parameter(torch.ones(3, 2))),  # type: ignore[no-untyped-call]
     "gone": lambda made: made.__delitem__(2),
 }
 

@@ -416,8 +416,7 @@ class Communicator:
         if run.pending.done:
             return
         beliefs = {**run.beliefs, self.wire.rank: run.belief}
-        said = {rank: f"{what}, called at {run.places[rank]}" if run.places.get(rank) else what for rank, what in beliefs.items()}
-        self._end(run, rank_mismatch(said))
+        self._end(run, rank_mismatch(beliefs, run.places))
         self._disputes[run.name] = {rank: Begun(*run.name, what, run.places.get(rank, "")) for rank, what in beliefs.items()}
 
     # -- failures -----------------------------------------------------------------------------------------------------

@@ -629,8 +629,8 @@ class Engine:
         """There was no round since this optimizer's last step. What it uses now was put into p.grad by the program itself."""
         if self._warned or self.joining or self.job.world_size == 1:
             return
-        own = (p for p in self._stepped_by(optimizer) if p.grad is not None and p in self.place and not self._holds_mean(p))
-        if any(_is_nonzero(parameter.grad) for parameter in own):
+        own = (p.grad for p in self._stepped_by(optimizer) if p in self.place and not self._holds_mean(p))
+        if any(gradient is not None and _is_nonzero(gradient) for gradient in own):
             self._warned = True
             log.warning("rank %d: %s", self.job.rank, misuse.own_gradients(optimizer, self.name))
 
