@@ -2,7 +2,7 @@
 
     git worktree add /tmp/before COMMIT
     python benchmarks/before_after.py --before /tmp/before                 step and all-reduce, this tree against that one
-    python benchmarks/before_after.py --before /tmp/before --only step     one of them
+    python benchmarks/before_after.py --before /tmp/before --only host-4   one case
     python benchmarks/before_after.py --before /tmp/before --quick         one round, small sizes: does the script work?
 
 Two commits cannot live in one process, so each round starts both of them, in turns, with the benchmark scripts and the library of
@@ -10,7 +10,8 @@ their own tree. Every process times a peer beside us (DDP on gloo, gloo's all-re
 time in units of the peer's, so that a machine that is slower for a minute slows down both. A round gives one ratio, before /
 after; shown are the median over rounds and the interval that holds the true median with 95 % confidence. Above 1: we got faster.
 
-Writes `before_after_MACHINE_DATE.json` and `.md`. Let the machine be idle. Needs root or user namespaces for the lab.
+Writes `before_after_MACHINE_DATE.json` and `.md`, after every round anew. Let the machine be idle. Needs root or user namespaces for
+the lab.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,11 +37,17 @@ from stretto.errors import ConfigurationError, StrettoError
 HERE = Path(__file__).resolve().parents[1]
 SLOWER_AT_MOST = 0.97
 TIMEOUT_S = 1800
-SCRIPTS: dict[str, list[list[str]]] = {
-    "step": [["-n", "4"], ["--hosts", "4"], ["--hosts", "4", "--rate", "1gbit"], ["-n", "1", "--models", "gpt"]],
-    "all_reduce": [["--only", "lab-4", "--only", "lab-4-1gbit", "--only", "host-2", "--only", "host-4"]],
+CASES: dict[str, tuple[str, list[str]]] = {  # the script and its options
+    "host-4": ("step", ["-n", "4"]),
+    "lab-4": ("step", ["--hosts", "4"]),
+    "lab-4-1gbit": ("step", ["--hosts", "4", "--rate", "1gbit"]),
+    "alone": ("step", ["-n", "1", "--models", "gpt"]),
+    "all-reduce": ("all_reduce", ["--only", "lab-4", "--only", "lab-4-1gbit", "--only", "host-2", "--only", "host-4"]),
 }
-QUICK = {"step": [["-n", "2", "--quick", "--models", "small"]], "all_reduce": [["--only", "host-2", "--quick"]]}
+QUICK_CASES: dict[str, tuple[str, list[str]]] = {
+    "host-4": ("step", ["-n", "2", "--quick", "--models", "small"]),
+    "all-reduce": ("all_reduce", ["--only", "host-2", "--quick"]),
+}
 COUNTED = {"step": "--rounds", "all_reduce": "--repeat"}
 
 Found = dict[str, float]  # case -> our time / the peer's time, in one process
@@ -92,35 +100,39 @@ def _all_reduce(reports: dict[str, Any]) -> Found:
 
 
 def commit_of(tree: Path) -> str:
+    if (tree / "COMMIT").is_file():  # where there is no git
+        return (tree / "COMMIT").read_text().strip()
     asked = subprocess.run(["git", "-C", str(tree), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return asked.stdout.strip() or "unknown"
 
 
-def run(options: argparse.Namespace, command: str) -> Report:
+def run(options: argparse.Namespace, command: str) -> Iterator[Report]:
+    """What is known after each round."""
     before = options.before.resolve()
     if not (before / "benchmarks" / "step.py").is_file():
         raise ConfigurationError(
             f"--before {options.before}: this is no tree of stretto. Make one: git worktree add FOLDER COMMIT"
         )
     trees = {"before": before, "after": HERE}
-    scripts = {name: (QUICK if options.quick else SCRIPTS)[name] for name in options.only or SCRIPTS}
+    known = QUICK_CASES if options.quick else CASES
+    cases = [known[name] for name in options.only or known]
     ratios: dict[str, dict[str, list[float]]] = {}
+    begun = datetime.now(UTC).isoformat(timespec="seconds")
     for number in range(1 if options.quick else options.rounds):
-        for script, calls in scripts.items():
-            for call in calls:
-                for tree in sorted(trees, reverse=bool(number % 2)):
-                    found = measure(trees[tree], script, call, None if options.quick else options.turns)
-                    for case, value in found.items():
-                        ratios.setdefault(case, {}).setdefault(tree, []).append(value)
+        for script, call in cases:
+            for tree in sorted(trees, reverse=bool(number % 2)):
+                found = measure(trees[tree], script, call, None if options.quick else options.turns)
+                for case, value in found.items():
+                    ratios.setdefault(case, {}).setdefault(tree, []).append(value)
         print(f"round {number + 1}", flush=True)
-    return Report(
-        command=command,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=describe(),
-        commits={name: commit_of(tree) for name, tree in trees.items()},
-        turns=options.turns,
-        ratios=ratios,
-    )
+        yield Report(
+            command=command,
+            date=begun,
+            machine=describe(),
+            commits={name: commit_of(tree) for name, tree in trees.items()},
+            turns=options.turns,
+            ratios=ratios,
+        )
 
 
 def as_markdown(report: Report) -> str:
@@ -150,7 +162,7 @@ def as_markdown(report: Report) -> str:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare the speed of two commits on this machine.")
     parser.add_argument("--before", type=Path, required=True, help="a tree of the earlier commit: git worktree add FOLDER COMMIT")
-    parser.add_argument("--only", action="append", choices=sorted(SCRIPTS), help="this benchmark; may be repeated")
+    parser.add_argument("--only", action="append", choices=sorted(CASES), help="this case; may be repeated")
     parser.add_argument("--rounds", type=int, default=LEAST_ROUNDS, help=f"how often both are started ({LEAST_ROUNDS})")
     parser.add_argument("--turns", type=int, default=7, help="turns of each contender in a process (7)")
     parser.add_argument("--quick", action="store_true", help="one round, small sizes; written to build/benchmarks")
@@ -161,12 +173,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
     shown = [word if word != str(options.before) else "TREE" for word in arguments]
-    report = run(options, " ".join(["python benchmarks/before_after.py", *shown]))
     folder = options.output or (QUICK_RESULTS if options.quick else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"before_after_{machine_name(report.machine)}_{report.date[:10]}"
-    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    stem.with_suffix(".md").write_text(as_markdown(report))
+    for report in run(options, " ".join(["python benchmarks/before_after.py", *shown])):
+        stem = folder / f"before_after_{machine_name(report.machine)}_{report.date[:10]}"
+        stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        stem.with_suffix(".md").write_text(as_markdown(report))
     print(as_markdown(report))
 
 
