@@ -10,8 +10,8 @@ their own tree. Every process times a peer beside us (DDP on gloo, gloo's all-re
 time in units of the peer's, so that a machine that is slower for a minute slows down both. A round gives one ratio, before /
 after; shown are the median over rounds and the interval that holds the true median with 95 % confidence. Above 1: we got faster.
 
-Writes `before_after_MACHINE_DATE.json` and `.md`, after every round anew. Let the machine be idle. Needs root or user namespaces for
-the lab.
+Writes `before_after_MACHINE_DATE.json` and `.md`, after every round anew. Let the machine be idle. Needs root or user namespaces
+for the lab.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def measure(tree: Path, script: str, options: list[str], turns: int | None) -> F
     counted = [] if turns is None else [COUNTED[script], str(turns)]
     with tempfile.TemporaryDirectory(prefix="stretto-before-after-") as folder:
         command = [sys.executable, str(tree / "benchmarks" / f"{script}.py"), *options, *counted, "--output", folder]
-        environ = os.environ | {"PYTHONPATH": str(tree / "src")}
+        path = [str(tree / "src"), os.environ.get("PYTHONPATH", "")]
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
