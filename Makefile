@@ -13,7 +13,7 @@ define run_tests
 echo "== 1 of 2: tests that may run side by side =="; \
 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(1)not alone" || first=$$?; \
 echo "== 2 of 2: tests that run alone =="; \
-$(BIN)/python -m pytest -m "$(1)alone" || second=$$?; \
+$(BIN)/python -m pytest -m "$(1)alone" `grep -rl --include='test_*.py' mark.alone tests` || second=$$?; \
 if [ $$first -ne 0 ]; then echo "== FAILED: 1 of 2, the tests that may run side by side (their summary is above the second half) =="; fi; \
 if [ $$second -ne 0 ]; then echo "== FAILED: 2 of 2, the tests that run alone =="; fi; \
 if [ $$first -ne 0 ]; then exit $$first; elif [ $$second -ne 0 ]; then exit $$second; fi; \

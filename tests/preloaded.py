@@ -135,6 +135,7 @@ class Preloaded:
                 (bin / name).chmod(stat.S_IRWXU)
             variables = dict(kept if environ is None else environ)
             variables["PATH"] = os.pathsep.join([str(bin), variables.get("PATH", "")])
+            variables |= {"WARM_PYTHON": str(bin / "python"), "REAL_PYTHON": sys.executable}
             variables["WARM_SOCKET"] = socket = str(Path(files, "socket"))
             request = {"shell": command, "environ": variables, "socket": socket, "folder": str(folder)}
             return self._ask(request, Path(files), timeout_s)

@@ -4,9 +4,9 @@
          ── stretto run -n 2 train.py ▶ a fork is the launcher ── its keeper, a fork ── workers: forks that run train.py
 
 A fork takes the place of `exec` and of nothing else: the launcher, the keeper and the workers are the processes that they always
-are, with their own pids, sessions, pipes, environments and exit codes. Only `[python, -u, SCRIPT, ...]` is run so; the keeper
-executes any other command line, such as the coordinator's. What is not shown here is how an interpreter starts and what it
-imports: `tests/test_examples.py` and `tests/job/test_launch.py` start real ones.
+are, with their own pids, sessions, pipes, environments and exit codes. Only `python [-u] SCRIPT` is run so; any other command
+line, such as the coordinator's, is executed. What is not shown here is how an interpreter starts and what it imports:
+`tests/test_examples.py` and `tests/job/test_launch.py` start real ones.
 """
 
 from __future__ import annotations
@@ -78,7 +78,12 @@ def answer(connection: socket.socket) -> int:
         return programs[request["name"]](request["arguments"], request["environ"])
 
     pid = in_a_fork(program)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    ended = status = 0
+    while not ended:
+        if select.select([connection], [], [], 0.005)[0]:  # the client says no more: it was killed
+            os.kill(pid, signal.SIGKILL)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    code = os.waitstatus_to_exitcode(status)
     with contextlib.suppress(OSError):  # nobody waits for it any more
         connection.sendall(f"{code}\n".encode())
     return 0
@@ -94,11 +99,11 @@ def take_streams(descriptors: Sequence[int]) -> None:
 
 
 def python(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """`python [-u] SCRIPT ARGUMENTS`; with any other option, the real one."""
+    """`python [-u] SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS`, of those modules that have a warm command."""
+    if arguments[0] == "-m":
+        return programs[MODULES[arguments[1]]](arguments[2:], environ)
     unbuffered = arguments[0] == "-u"
     script = arguments[1:] if unbuffered else arguments
-    if script[0].startswith("-"):
-        os.execve(sys.executable, [sys.executable, *arguments], dict(environ))
     take_environment(environ)
     sys.stdout.reconfigure(write_through=unbuffered)  # type: ignore[union-attr]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
@@ -123,6 +128,7 @@ def torchrun(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
+MODULES = {"stretto": "stretto", "torch.distributed.run": "torchrun"}  # as `warm_client.py` has them
 programs = {"python": python, "stretto": stretto, "torchrun": torchrun}
 
 
@@ -130,6 +136,7 @@ def take_environment(environ: Mapping[str, str]) -> None:
     """What an interpreter and torch read of it when they start."""
     os.environ.clear()
     os.environ.update(environ)
+    sys.executable = environ["WARM_PYTHON"]  # what it starts is warm, too
     sys.path[:] = [*filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
     if environ.get("OMP_NUM_THREADS", "").isdigit():
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
