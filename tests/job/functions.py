@@ -1,4 +1,4 @@
-"""What workers of `stretto.launch` do in tests. They are spawned and import this file: it does without torch, which takes seconds."""
+"""What spawned workers of `stretto.launch` do in tests. They import this file, which does without torch: that takes seconds."""
 
 from __future__ import annotations
 
