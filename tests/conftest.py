@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from preloaded import Preloaded
@@ -28,7 +29,7 @@ settings.register_profile("stretto", settings.get_profile("explore"), derandomiz
 settings.load_profile("stretto")
 
 HOW = {
-    "slow": "run them with `make test-all`",
+    "slow": "run them with `make test-slow`",
     "gpu": "need a CUDA device",
     "root": "need root or user namespaces",
     "processes": "start real processes",
@@ -116,6 +117,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """Some runners start the tests with SIGINT ignored, which processes inherit: a test that sends Ctrl-C would wait for ever."""
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)  # the processors have their work: threads of torch's own would only wait for one another
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(LeftOut(config), "stretto-left-out")

@@ -99,17 +99,17 @@ def take_streams(descriptors: Sequence[int]) -> None:
 
 
 def python(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """`python [-u] SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS`, of those modules that have a warm command."""
-    if arguments[0] == "-m":
-        return programs[MODULES[arguments[1]]](arguments[2:], environ)
+    """`python [-u] SCRIPT ARGUMENTS` or `python [-u] -m MODULE ARGUMENTS`, with one of `MODULES`."""
     unbuffered = arguments[0] == "-u"
-    script = arguments[1:] if unbuffered else arguments
-    take_environment(environ)
     sys.stdout.reconfigure(write_through=unbuffered)  # type: ignore[union-attr]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
-    sys.argv = list(script)
+    first, *rest = arguments[1:] if unbuffered else arguments
+    if first == "-m":
+        return MODULES[rest[0]](rest[1:], environ)
+    take_environment(environ)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
+    sys.argv = [first, *rest]
     process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]  # where processes that it spawns look for the script
-    runpy.run_path(script[0], run_name="__main__")
+    runpy.run_path(first, run_name="__main__")
     return 0
 
 
@@ -128,8 +128,8 @@ def torchrun(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-MODULES = {"stretto": "stretto", "torch.distributed.run": "torchrun"}  # as `warm_client.py` has them
 programs = {"python": python, "stretto": stretto, "torchrun": torchrun}
+MODULES = {"stretto": stretto, "torch.distributed.run": torchrun}  # as in `warm_client.py`
 
 
 def take_environment(environ: Mapping[str, str]) -> None:
@@ -172,7 +172,7 @@ class ForkedKeeper(keeper.Keeper):
 
     def become(self, command: dict[str, Any]) -> None:
         argv = command["argv"]
-        if argv[:2] == [sys.executable, "-u"] and not argv[2].startswith("-"):
+        if argv[:2] == [sys.executable, "-u"] and (not argv[2].startswith("-") or (argv[2] == "-m" and argv[3] in MODULES)):
             os.execvpe = lambda file, argv, environ: run_instead(argv, environ)  # type: ignore[assignment]
         super().become(command)
 

@@ -14,7 +14,7 @@ import sys
 path, *arguments = sys.argv
 name = os.path.basename(path)
 script = arguments[1:] if arguments[:1] == ["-u"] else arguments
-is_module = arguments[:2] in (["-m", "stretto"], ["-m", "torch.distributed.run"])
+is_module = script[:1] == ["-m"] and script[1] in ("stretto", "torch.distributed.run")
 if name == "python" and not is_module and (not script or script[0].startswith("-")):
     python = os.environ["REAL_PYTHON"]
     os.execv(python, [python, *arguments])
