@@ -6,6 +6,7 @@ import importlib
 import random
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,14 @@ def test_alone_it_is_compared_with_the_plain_loop(tmp_path: Path, preloaded: Pre
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.root
-def test_it_runs_on_lab_hosts(tmp_path: Path, preloaded: Preloaded) -> None:
+def test_it_runs_on_lab_hosts(tmp_path: Path) -> None:
     problem = lab_available()
     if problem is not None:
         pytest.skip(problem)
-    done = step(preloaded, "--quick", "--hosts", "2", "--rate", "1gbit", "--models", "small", "--output", "out", folder=tmp_path)
+    command = [sys.executable, str(SCRIPT), "--quick", "--hosts", "2", "--rate", "1gbit", "--models", "small", "--output", "out"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )  # hosts start Python
 
     assert done.returncode == 0, done.stderr
     assert "2 lab hosts, 1gbit" in report_of(tmp_path / "out")[1]

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from laws.cases import CASES, Case
-from laws.strategies import EVERY_ALGORITHM, PLAIN, SMALL_BUCKETS, STRATEGIES, short
+from laws.strategies import EVERY_ALGORITHM, PLAIN, SMALL_BUCKETS, STRATEGIES, WAIT_FREE, short
 from laws.training import alone, assert_close, assert_same_bits, build, share, state_of, together
 from stretto.checkpoint import load, save
 from stretto.collectives import catalogue
@@ -57,7 +57,7 @@ def _worlds() -> list[Any]:
     """(strategy, case, size, steps): what runs always; the whole product is slow."""
     names = [case.name for case in CASES]
     quick = [(SMALL_BUCKETS, name, 3, SOME) for name in names]
-    quick += [(PLAIN, name, 2, FEW) for name in names]
+    quick += [(strategy, name, 2, FEW) for strategy in (PLAIN, WAIT_FREE) for name in names]
     quick += [(strategy, "mlp", size, FEW) for strategy in STRATEGIES for size in SIZES]
     quick += [(strategy, "mlp", size, FEW) for strategy in EVERY_ALGORITHM for size in (3, 7)]
     quick = list(dict.fromkeys(quick))
