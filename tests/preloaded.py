@@ -137,7 +137,7 @@ class Preloaded:
             variables["PATH"] = os.pathsep.join([str(bin), variables.get("PATH", "")])
             variables |= {"WARM_PYTHON": str(bin / "python"), "REAL_PYTHON": sys.executable}
             variables["WARM_SOCKET"] = socket = str(Path(files, "socket"))
-            request = {"shell": command, "environ": variables, "socket": socket, "folder": str(folder)}
+            request: dict[str, object] = {"shell": command, "environ": variables, "socket": socket, "folder": str(folder)}
             return self._ask(request, Path(files), timeout_s)
 
     def _ask(self, request: dict[str, object], files: Path, timeout_s: int) -> subprocess.CompletedProcess[str]:
