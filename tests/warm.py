@@ -115,7 +115,7 @@ def python(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def stretto(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     take_environment(environ)
-    processes.subprocess = Subprocess  # type: ignore[attr-defined]
+    processes.subprocess = Subprocess  # type: ignore[attr-defined,assignment]
     sys.argv = ["stretto", *arguments]
     cli.main()
     return 0
@@ -173,7 +173,7 @@ class ForkedKeeper(keeper.Keeper):
     def become(self, command: dict[str, Any]) -> None:
         argv = command["argv"]
         if argv[:2] == [sys.executable, "-u"] and (not argv[2].startswith("-") or (argv[2] == "-m" and argv[3] in MODULES)):
-            os.execvpe = lambda *_: run_instead(argv, command["env"])  # type: ignore[assignment]
+            os.execvpe = lambda *_: run_instead(argv, command["env"])
         super().become(command)
 
 
