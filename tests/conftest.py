@@ -3,13 +3,15 @@
 Hypothesis draws the same examples in every run, and nothing fails because it took long: a run on a busy machine must end as it
 does on a quiet one. To look further, `pytest --hypothesis-profile=explore` draws others each time.
 
-Under pytest-xdist a file that starts processes is given out beside one that only computes: the first kind takes longest, and
-while it waits for its processes the other keeps the second core busy.
+Under pytest-xdist the longest files are given out first, so that all workers end at about the same time; then a file that starts
+processes beside one that only computes: while the first waits for its processes the other keeps the second core busy.
 The Makefile turns off xdist's own order: most tests first.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from preloaded import Preloaded
@@ -26,12 +29,35 @@ settings.register_profile("stretto", settings.get_profile("explore"), derandomiz
 settings.load_profile("stretto")
 
 HOW = {
-    "slow": "run them with `make test-all`",
+    "slow": "run them with `make test-slow`",
     "gpu": "need a CUDA device",
     "root": "need root or user namespaces",
     "processes": "start real processes",
     "alone": "measure seconds or the machine",
 }
+
+
+LONGEST = (  # by seconds, as `pytest --durations=0` has them; the order of the others matters little
+    "test_docs.py",
+    "test_lossy.py",
+    "test_launch.py",
+    "test_laws.py",
+    "test_introduce.py",
+    "test_examples.py",
+    "test_zeromq.py",
+    "test_in_process.py",
+    "test_checkpoint.py",
+    "test_execute.py",
+    "test_torch_group.py",
+    "test_one_bit_adam.py",
+    "test_interrupt.py",
+    "test_costs.py",
+    "test_plans.py",
+    "test_processes.py",
+    "test_lab_command.py",
+    "test_bench_command.py",
+    "test_compressing.py",
+)
 
 
 @pytest.fixture(scope="session")
@@ -81,11 +107,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
+    longest = sorted((path for path in files if path.name in LONGEST), key=lambda path: LONGEST.index(path.name))
+    first = [files.pop(path) for path in longest]
     waiting = [file for file in files.values() if any(item.get_closest_marker("processes") for item in file)]
     computing = [file for file in files.values() if file not in waiting]
-    pairs = zip_longest(reversed(waiting), computing)  # the longest of all are near the end of the alphabet
-    items[:] = [item for pair in pairs for file in pair if file is not None for item in file]
+    pairs = zip_longest(waiting, computing)
+    items[:] = [item for file in [*first, *(file for pair in pairs for file in pair)] if file is not None for item in file]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Some runners start the tests with SIGINT ignored, which processes inherit: a test that sends Ctrl-C would wait for ever."""
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)  # the processors have their work: threads of torch's own would only wait for one another
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(LeftOut(config), "stretto-left-out")

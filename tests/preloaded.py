@@ -12,19 +12,25 @@ import json
 import os
 import pickle
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 R = TypeVar("R")
 ROOT = Path(__file__).parents[1]
 
+WARM_COMMANDS = ("python", "stretto", "torchrun")
+CLIENT = (Path(__file__).parent / "warm_client.py").read_text()
+
 FORKS = """
 import ctypes, json, os, pickle, runpy, signal, sys, traceback
+import warm
 import torch, torch._dynamo  # which the first optimizer imports, and takes as long as the rest of torch
+import numba  # which compiles the codecs' kernels
 import stretto.api, stretto.distributing, stretto.checkpoint, stretto.sampler
 from stretto.job import in_process
 from stretto.job.in_process import launch
@@ -53,7 +59,9 @@ def do(request):
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
     torch.set_num_threads(1)
-    if "call" in request:
+    if "shell" in request:
+        sys.exit(warm.shell(request["shell"], request["environ"], request["socket"]))
+    elif "call" in request:
         call(request["call"], request["workers"], request["result"])
     elif request["workers"]:
         launch(main_program, request["workers"], request["script"], request["arguments"], start_method="fork")
@@ -112,6 +120,25 @@ class Preloaded:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+    def shell(
+        self, command: str, *, folder: Path, environ: Mapping[str, str] | None = None, timeout_s: int = 110
+    ) -> subprocess.CompletedProcess[str]:
+        """`bash -c command`, in which `python SCRIPT`, `stretto` and `torchrun` are forks of the process that has torch, and so
+        are the workers of `stretto run` (see `warm.py`). Without `environ`: this environment, less what belongs to a job."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
+        with tempfile.TemporaryDirectory() as files:
+            bin = Path(files, "bin")
+            bin.mkdir()
+            for name in WARM_COMMANDS:
+                (bin / name).write_text(f"#!{sys.executable} -IS\n{CLIENT}")
+                (bin / name).chmod(stat.S_IRWXU)
+            variables = dict(kept if environ is None else environ)
+            variables["PATH"] = os.pathsep.join([str(bin), variables.get("PATH", "")])
+            variables |= {"WARM_PYTHON": str(bin / "python"), "REAL_PYTHON": sys.executable}
+            variables["WARM_SOCKET"] = socket = str(Path(files, "socket"))
+            request: dict[str, object] = {"shell": command, "environ": variables, "socket": socket, "folder": str(folder)}
+            return self._ask(request, Path(files), timeout_s)
 
     def _ask(self, request: dict[str, object], files: Path, timeout_s: int) -> subprocess.CompletedProcess[str]:
         out, err = files / "stdout", files / "stderr"

@@ -113,12 +113,13 @@ def test_nothing_is_left_of_jobs_that_were_left(alone: None) -> None:
 
     stretto.init()
     stretto.shutdown()
+    gc.collect()  # what other tests have left is not counted
     before, threads, jobs = descriptors(), threading.active_count(), weakref.WeakSet[Job]()
     for _ in range(300):
         jobs.add(stretto.init())
         stretto.shutdown()
     gc.collect()
-    assert (descriptors(), threading.active_count(), len(jobs)) == (before, threads, 0)
+    assert descriptors() <= before and threading.active_count() <= threads and len(jobs) == 0
 
 
 @pytest.mark.processes

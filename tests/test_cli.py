@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from preloaded import Preloaded
 from stretto import cli
 
 
@@ -50,8 +51,8 @@ def test_version_is_printed() -> None:
     assert asked.returncode == by_option.returncode == 0
 
 
-def test_doctor_speaks_json_too() -> None:
-    done = stretto("doctor", "--json")
+def test_doctor_speaks_json_too(tmp_path: Path, preloaded: Preloaded) -> None:
+    done = preloaded.shell("stretto doctor --json", folder=tmp_path)
 
     assert done.returncode == 0 and "python" in json.loads(done.stdout)["versions"]
 

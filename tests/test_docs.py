@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,12 +105,30 @@ def execute(snippet: Snippet, folder: Path, preloaded: Preloaded) -> None:
         assert done.returncode == 0, f"{snippet.text}\nin {workers} workers ended with\n{done.stdout}{done.stderr}"
     elif snippet.language == "python":
         (folder / "snippet.py").write_text(snippet.text)
-        launcher = [] if snippet.mark == IN_THE_LAB else ["-m", "stretto", "run"]
-        run([sys.executable, *launcher, "snippet.py"], folder, fails=False)
+        command = "python snippet.py" if snippet.mark == IN_THE_LAB else "stretto run snippet.py"
+        check_printed(command, [], folder, shell_for(snippet, preloaded), fails=False)
     else:
         assert snippet.language in ("console", "bash"), f"a snippet in {snippet.language!r} cannot be run"
         for command, shown in commands(snippet):
-            check_printed(command, shown, folder, fails="fails" in snippet.details)
+            check_printed(command, shown, folder, shell_for(snippet, preloaded), fails="fails" in snippet.details)
+
+
+Shell = Callable[[str, Path], "subprocess.CompletedProcess[str]"]
+
+
+def shell_for(snippet: Snippet, preloaded: Preloaded) -> Shell:
+    """Commands are run by forks of a process that has torch, but for what starts interpreters on the hosts of the lab."""
+
+    def warm(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        return preloaded.shell(command, folder=folder, environ=environment(), timeout_s=SNIPPET_S)
+
+    def real(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        whole = ["bash", "-c", command]
+        return subprocess.run(
+            whole, cwd=folder, env=environment(), capture_output=True, text=True, timeout=SNIPPET_S, check=False
+        )
+
+    return real if snippet.mark == IN_THE_LAB else warm
 
 
 def patched(diff: str) -> str:
@@ -118,11 +136,13 @@ def patched(diff: str) -> str:
     return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))
 
 
-def check_printed(command: str, shown: list[str], folder: Path, *, fails: bool) -> None:
+def check_printed(command: str, shown: list[str], folder: Path, shell: Shell, *, fails: bool) -> None:
     """What a failing job prints depends on who ends first, for the launcher waits a second for last words. A machine that stalls
     may take longer than that to take a worker apart: then the job fails again, until what the page shows is seen."""
     for _ in range(TRIES if fails else 1):
-        printed = run(["bash", "-c", command], folder, fails=fails)
+        done = shell(command, folder)
+        printed = done.stdout + done.stderr
+        assert (done.returncode != 0) == fails, f"{command} ended with {done.returncode}:\n{printed}"
         missing = [line for line in shown if comparable(line) not in comparable(printed).splitlines()]
         if not missing:
             return
@@ -142,13 +162,6 @@ def commands(snippet: Snippet) -> Iterator[tuple[str, list[str]]]:
 def comparable(text: str) -> str:
     """Without what differs from run to run: process ids and durations."""
     return re.sub(r"\d+(\.\d+)?", "N", text)
-
-
-def run(command: list[str], folder: Path, *, fails: bool) -> str:
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=SNIPPET_S, check=False)
-    printed = done.stdout + done.stderr
-    assert (done.returncode != 0) == fails, f"{command} ended with {done.returncode}:\n{printed}"
-    return printed
 
 
 @pytest.mark.processes

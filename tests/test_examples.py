@@ -1,13 +1,14 @@
 """The examples run as their users would run them: small, with a few workers, and piped.
 
-Where it is the training that matters they run in forks of a process that has torch (`preloaded`): each of `stretto run`,
-torchrun and no launcher at all starts one of them from the command line.
+Where it is the training that matters they run in forks of a process that has torch (`preloaded`), which also runs the commands of
+the demo, the race and torchrun: each of `stretto run` and no launcher at all starts one of them in interpreters of its own.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,17 @@ LIMIT_S = 200
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")} | {"OMP_NUM_THREADS": "1"}
+
+
 def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")} | {"OMP_NUM_THREADS": "1"}
     whole = [sys.executable, *command]
-    return subprocess.run(whole, cwd=folder, env=kept, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return subprocess.run(whole, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def warm(preloaded: Preloaded, *command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return preloaded.shell(shlex.join(command), folder=folder, environ=environment(), timeout_s=LIMIT_S)
 
 
 def test_the_average_is_the_mean_of_the_ranks(tmp_path: Path) -> None:
@@ -41,10 +49,10 @@ def test_the_average_needs_no_launcher(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "rank 0 of 1: [0.0, 0.0, 0.0, 0.0]\n")
 
 
-def test_the_race_shows_every_algorithm_once_and_draws_a_plot(tmp_path: Path) -> None:
+def test_the_race_shows_every_algorithm_once_and_draws_a_plot(tmp_path: Path, preloaded: Preloaded) -> None:
     pytest.importorskip("matplotlib")
     small = ["--workers", "2", "--sizes", "1024", "65536", "--rounds", "1"]
-    done = run(str(EXAMPLES / "race.py"), *small, folder=tmp_path)
+    done = warm(preloaded, "python", str(EXAMPLES / "race.py"), *small, folder=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout  # piped: no live table, no colours
@@ -53,8 +61,8 @@ def test_the_race_shows_every_algorithm_once_and_draws_a_plot(tmp_path: Path) ->
     assert (tmp_path / "demo-output" / "race.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_race_that_cannot_be_run_fails_with_the_workers_message(tmp_path: Path) -> None:
-    done = run(str(EXAMPLES / "race.py"), "--workers", "0", folder=tmp_path)
+def test_a_race_that_cannot_be_run_fails_with_the_workers_message(tmp_path: Path, preloaded: Preloaded) -> None:
+    done = warm(preloaded, "python", str(EXAMPLES / "race.py"), "--workers", "0", folder=tmp_path)
 
     assert done.returncode == 2
     assert "at least one worker" in done.stderr
@@ -92,9 +100,9 @@ def test_the_digits_are_learnt_the_same_by_one_worker_and_by_two(tmp_path: Path,
     assert float(re.findall(r"([\d.]+)%", together[-1])[0]) > 60
 
 
-def test_the_gan_trains_two_models_under_torchrun(tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "gan.py")]
-    done = run(*command, "--steps", "50", folder=tmp_path)
+def test_the_gan_trains_two_models_under_torchrun(tmp_path: Path, preloaded: Preloaded) -> None:
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "gan.py")]
+    done = warm(preloaded, *command, "--steps", "50", folder=tmp_path)
 
     assert [line.split()[1] for line in printed(done)] == ["10", "20", "30", "40", "50"]
 
@@ -106,9 +114,9 @@ def test_an_example_says_what_is_wrong_with_its_strategy(tmp_path: Path, preload
     assert "'Magic' is not known; known are AfterBackward, AllReduce, BFloat16, Buckets" in done.stderr
 
 
-def test_the_demo_trains_and_ends_with_a_table_and_a_picture(tmp_path: Path) -> None:
+def test_the_demo_trains_and_ends_with_a_table_and_a_picture(tmp_path: Path, preloaded: Preloaded) -> None:
     pytest.importorskip("matplotlib")
-    done = run(str(EXAMPLES / "train_demo.py"), "--workers", "2", "--steps", "10", folder=tmp_path)
+    done = warm(preloaded, "python", str(EXAMPLES / "train_demo.py"), "--workers", "2", "--steps", "10", folder=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout  # piped: no live line, no colours
@@ -117,8 +125,8 @@ def test_the_demo_trains_and_ends_with_a_table_and_a_picture(tmp_path: Path) -> 
     assert (tmp_path / "demo-output" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_demo_that_cannot_be_run_fails_with_the_reason(tmp_path: Path) -> None:
-    done = run(str(EXAMPLES / "train_demo.py"), "--workers", "0", folder=tmp_path)
+def test_a_demo_that_cannot_be_run_fails_with_the_reason(tmp_path: Path, preloaded: Preloaded) -> None:
+    done = warm(preloaded, "python", str(EXAMPLES / "train_demo.py"), "--workers", "0", folder=tmp_path)
 
     assert done.returncode == 2
     assert "at least one worker" in done.stderr

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from preloaded import Preloaded
 from stretto.bench.results import Report
 from stretto.lab import lab_available
 
@@ -19,10 +19,8 @@ pytestmark = pytest.mark.timeout(300)
 SMALL = ["--sizes", "4K,128K", "--repeat", "2", "--algorithms", "auto,ring"]
 
 
-def stretto(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
-    command = [sys.executable, "-m", "stretto", *arguments]
-    return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+def stretto(preloaded: Preloaded, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return preloaded.shell(shlex.join(["stretto", *arguments]), folder=folder, timeout_s=LIMIT_S)
 
 
 def rows_of(path: Path) -> set[tuple[int, str, str, str]]:
@@ -37,8 +35,8 @@ def expected(sizes: list[int]) -> set[tuple[int, str, str, str]]:
 
 
 @pytest.mark.processes
-def test_every_contender_is_measured_at_every_size_in_workers_of_its_own(tmp_path: Path) -> None:
-    done = stretto("bench", "allreduce", "-n", "2", *SMALL, "--json", "out.json", folder=tmp_path)
+def test_every_contender_is_measured_at_every_size_in_workers_of_its_own(tmp_path: Path, preloaded: Preloaded) -> None:
+    done = stretto(preloaded, "bench", "allreduce", "-n", "2", *SMALL, "--json", "out.json", folder=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert rows_of(tmp_path / "out.json") == expected([4096, 128 << 10])
@@ -50,9 +48,9 @@ def test_every_contender_is_measured_at_every_size_in_workers_of_its_own(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_busy_main_thread_gives_rows_of_its_own(tmp_path: Path) -> None:
+def test_a_busy_main_thread_gives_rows_of_its_own(tmp_path: Path, preloaded: Preloaded) -> None:
     options = ["-n", "2", "--sizes", "4K", "--repeat", "2", "--algorithms", "auto", "--wire", "plain", "--busy"]
-    done = stretto("bench", "allreduce", *options, "--peer", "none", "--json", "out.json", folder=tmp_path)
+    done = stretto(preloaded, "bench", "allreduce", *options, "--peer", "none", "--json", "out.json", folder=tmp_path)
 
     assert done.returncode == 0, done.stderr
     loads = {load for _, contender, _, load in rows_of(tmp_path / "out.json") if contender == "auto"}
@@ -63,12 +61,12 @@ def test_a_busy_main_thread_gives_rows_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.root
-def test_lab_hosts_are_measured_too(tmp_path: Path) -> None:
+def test_lab_hosts_are_measured_too(tmp_path: Path, preloaded: Preloaded) -> None:
     problem = lab_available()
     if problem is not None:
         pytest.skip(problem)
     options = ["--hosts", "3", "--rate", "1gbit", "--sizes", "4K", "--repeat", "2", "--algorithms", "auto,ring"]
-    done = stretto("bench", "allreduce", *options, "--json", "out.json", folder=tmp_path)
+    done = stretto(preloaded, "bench", "allreduce", *options, "--json", "out.json", folder=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert rows_of(tmp_path / "out.json") == expected([4096])
@@ -76,9 +74,9 @@ def test_lab_hosts_are_measured_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_inside_a_job_it_is_one_of_the_workers_and_rank_0_reports(tmp_path: Path) -> None:
+def test_inside_a_job_it_is_one_of_the_workers_and_rank_0_reports(tmp_path: Path, preloaded: Preloaded) -> None:
     inside = ["bench", "allreduce", "--sizes", "4K", "--repeat", "2", "--algorithms", "ring", "--wire", "plain"]
-    done = stretto("run", "-n", "2", "-m", "stretto", *inside, folder=tmp_path)
+    done = stretto(preloaded, "run", "-n", "2", "-m", "stretto", *inside, folder=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert "[0] all-reduce (sum, float32) between 2 workers" in done.stdout and "[1]" not in done.stdout
@@ -93,8 +91,10 @@ def test_inside_a_job_it_is_one_of_the_workers_and_rank_0_reports(tmp_path: Path
         (["--json", "nowhere/out.json"], "there is no folder nowhere"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_starts(options: list[str], said: str, tmp_path: Path) -> None:
-    done = stretto("bench", "allreduce", *options, folder=tmp_path)
+def test_what_cannot_work_is_said_before_anything_starts(
+    options: list[str], said: str, tmp_path: Path, preloaded: Preloaded
+) -> None:
+    done = stretto(preloaded, "bench", "allreduce", *options, folder=tmp_path)
 
     assert done.returncode == 2 and done.stderr.startswith("stretto: ")
     assert said in done.stderr and "Traceback" not in done.stderr

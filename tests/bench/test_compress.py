@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from preloaded import Preloaded
 from stretto.bench.command import app
 from stretto.bench.compress_break_even import break_even_mbit, pays, recommended, round_seconds, speed_up
 from stretto.bench.compress_measure import Field, measure, turns_of
@@ -244,14 +243,8 @@ def test_the_tables_are_whole_in_a_narrow_place_and_json_reads_back() -> None:
 # -- how it is called -------------------------------------------------------------------------------------------------
 
 
-def stretto(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
-    command = [sys.executable, "-m", "stretto", "bench", "compress", *arguments]
-    return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-
-
 @pytest.mark.processes
-def test_the_command_prints_tables_and_writes_json(tmp_path: Path) -> None:
+def test_the_command_prints_tables_and_writes_json(tmp_path: Path, preloaded: Preloaded) -> None:
     options = [
         "--sizes",
         "16K",
@@ -266,7 +259,8 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: Path) -> None:
         "--json",
         "out.json",
     ]
-    done = stretto(*options, folder=tmp_path)
+    command = shlex.join(["stretto", "bench", "compress", *options])
+    done = preloaded.shell(command, folder=tmp_path, timeout_s=LIMIT_S)
 
     assert done.returncode == 0, done.stderr
     assert "pays below" in done.stdout and "at 50 Mbit/s these pay" in done.stdout and "encode_residual" in done.stdout

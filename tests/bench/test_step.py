@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from preloaded import Preloaded
 from stretto.bench.machine import describe
 from stretto.errors import ConfigurationError
 from stretto.lab import lab_available
@@ -22,10 +23,8 @@ LIMIT_S = 200
 pytestmark = pytest.mark.timeout(300)
 
 
-def step(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+def step(preloaded: Preloaded, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return preloaded.shell(shlex.join(["python", str(SCRIPT), *arguments]), folder=folder, timeout_s=LIMIT_S)
 
 
 @pytest.fixture
@@ -41,8 +40,8 @@ def report_of(folder: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 @pytest.mark.processes
-def test_all_contenders_take_turns_on_the_same_model_and_every_row_is_written(tmp_path: Path) -> None:
-    done = step("--quick", "-n", "2", "--models", "small", "--rounds", "2", "--output", "out", folder=tmp_path)
+def test_all_contenders_take_turns_on_the_same_model_and_every_row_is_written(tmp_path: Path, preloaded: Preloaded) -> None:
+    done = step(preloaded, "--quick", "-n", "2", "--models", "small", "--rounds", "2", "--output", "out", folder=tmp_path)
 
     assert done.returncode == 0, done.stderr
     (report,), text = report_of(tmp_path / "out")
@@ -55,8 +54,8 @@ def test_all_contenders_take_turns_on_the_same_model_and_every_row_is_written(tm
 
 
 @pytest.mark.processes
-def test_alone_it_is_compared_with_the_plain_loop(tmp_path: Path) -> None:
-    done = step("--quick", "-n", "1", "--models", "small", "--json", "one.json", folder=tmp_path)
+def test_alone_it_is_compared_with_the_plain_loop(tmp_path: Path, preloaded: Preloaded) -> None:
+    done = step(preloaded, "--quick", "-n", "1", "--models", "small", "--json", "one.json", folder=tmp_path)
 
     assert done.returncode == 0, done.stderr
     (report,) = msgspec.json.decode((tmp_path / "one.json").read_bytes())
@@ -71,7 +70,10 @@ def test_it_runs_on_lab_hosts(tmp_path: Path) -> None:
     problem = lab_available()
     if problem is not None:
         pytest.skip(problem)
-    done = step("--quick", "--hosts", "2", "--rate", "1gbit", "--models", "small", "--output", "out", folder=tmp_path)
+    command = [sys.executable, str(SCRIPT), "--quick", "--hosts", "2", "--rate", "1gbit", "--models", "small", "--output", "out"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )  # hosts start Python
 
     assert done.returncode == 0, done.stderr
     assert "2 lab hosts, 1gbit" in report_of(tmp_path / "out")[1]

@@ -38,7 +38,9 @@ from stretto.compress.threshold import Threshold
 from stretto.compress.top_k import TopK
 from stretto.errors import MalformedPayload
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device: a thousand tests of the kernels", allow_module_level=True)
 
 DRAW = Draw.of_round(3, rank=1)
 LARGEST = torch.finfo(torch.float32).max

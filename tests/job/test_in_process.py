@@ -6,65 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from job.functions import WAIT_S, accuse_or_confess, die, fail_on_rank_1, leave, place, unpicklable, variables, wait_for
 from preloaded import Preloaded
-from stretto.errors import ConfigurationError, JobError, PeerLost, WorkerFailed
+from stretto.errors import ConfigurationError, JobError, WorkerFailed
 from stretto.job import in_process
 from stretto.job.hosts import interface_of
 from stretto.job.in_process import launch
-
-WAIT_S = 60.0
-
-
-def place(word: str) -> tuple[str, int, int, str]:
-    environ = os.environ
-    return word, int(environ["STRETTO_RANK"]), int(environ["WORLD_SIZE"]), environ["STRETTO_RENDEZVOUS"]
-
-
-def variables(names: list[str]) -> list[str]:
-    return [os.environ[name] for name in names]
-
-
-def fail_on_rank_1(folder: str) -> None:
-    if os.environ["RANK"] == "1":
-        raise ValueError("the reason")
-    (Path(folder) / "waiting").write_text(str(os.getpid()))
-    time.sleep(600)
-
-
-def accuse_or_confess(folder: str) -> None:
-    if os.environ["RANK"] == "0":
-        (Path(folder) / "accused").touch()
-        raise PeerLost(1, "connection closed")
-    wait_for(Path(folder) / "accused")
-    threading.Event().wait(0.3)  # most often rank 0 is heard first; whoever is, rank 1 must be blamed
-    raise ValueError("the reason")
-
-
-def die(number: int) -> None:
-    os.kill(os.getpid(), number)
-
-
-def unpicklable() -> object:
-    return threading.Lock()
-
-
-def leave(code: int) -> None:
-    sys.exit(code)
-
-
-def wait_for(path: Path) -> str:
-    deadline = time.monotonic() + WAIT_S
-    while not path.exists() or not path.read_text() and path.suffix == ".pid":
-        assert time.monotonic() < deadline, f"no {path}"
-        time.sleep(0.01)
-    return path.read_text()
 
 
 def wait_until_dead(pid: int) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from preloaded import Preloaded
 from stretto.errors import ConfigurationError, JobError, RendezvousError, SecretError, StrettoError, UnreachableError
 from stretto.job import introduce as introduce_module
 from stretto.job import settle as settle_module
@@ -489,37 +490,26 @@ farewell(launch)
 """
 
 
+def run_warm(command: str, folder: Path, preloaded: Preloaded) -> str:
+    (folder / "meet.py").write_text(TORCHRUN_SCRIPT)
+    done = preloaded.shell(command, folder=folder, environ=os.environ | {"OMP_NUM_THREADS": "1"}, timeout_s=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.processes
-def test_workers_of_torchrun_meet_through_its_store(tmp_path: Path) -> None:
-    script = tmp_path / "meet.py"
-    script.write_text(TORCHRUN_SCRIPT)
-
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-
-    assert done.returncode == 0, done.stderr
+def test_workers_of_torchrun_meet_through_its_store(tmp_path: Path, preloaded: Preloaded) -> None:
+    printed = run_warm("torchrun --standalone --nproc-per-node 2 meet.py", tmp_path, preloaded)
     for rank in range(2):
-        assert f"rank {rank} met [0, 1] at torchrun via lo" in done.stdout
+        assert f"rank {rank} met [0, 1] at torchrun via lo" in printed
 
 
 @pytest.mark.processes
-def test_workers_with_torchs_variables_but_no_agent_meet_through_a_store_of_rank_0(tmp_path: Path) -> None:
-    script = tmp_path / "meet.py"
-    script.write_text(TORCHRUN_SCRIPT)
+def test_workers_with_torchs_variables_but_no_agent_meet_through_a_store_of_rank_0(tmp_path: Path, preloaded: Preloaded) -> None:
     with a_dead_port() as dead:
         port = dead.rpartition(":")[2]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=200)[0] for process in workers]
-
-    assert [process.returncode for process in workers] == [0, 0], outputs
-    assert "rank 1 met [0, 1]" in outputs[1]
+    shared = f"export WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    one, other = (f"RANK={rank} LOCAL_RANK={rank} python meet.py" for rank in range(2))
+    printed = run_warm(f"{shared}; {one} & {other} && wait $!", tmp_path, preloaded)
+    for rank in range(2):
+        assert f"rank {rank} met [0, 1]" in printed

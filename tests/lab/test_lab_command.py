@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.root, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.root, pytest.mark.processes, pytest.mark.timeout(300)]
 
 LIMIT_S = 120
 

@@ -18,7 +18,7 @@ import pytest
 from stretto.errors import ConfigurationError, JobError
 from stretto.lab import Lab, control, messages
 
-pytestmark = [pytest.mark.root, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.root, pytest.mark.processes, pytest.mark.timeout(300)]
 
 Eventually = Callable[[Callable[[], bool]], None]
 TRIES = 8
@@ -70,6 +70,7 @@ def quickest(lab: Lab, sender: int, receiver: int, num_bytes: int, below_s: floa
     return min(taken), len(taken)
 
 
+@pytest.mark.alone
 def test_links_keep_their_rate_both_ways_and_the_counters_count() -> None:
     num_bytes = 5_000_000
     with Lab(hosts=2, rate="200mbit") as lab:
@@ -86,6 +87,7 @@ def test_links_keep_their_rate_both_ways_and_the_counters_count() -> None:
     assert after[0].received == pytest.approx(after[1].sent, rel=0.01)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("rate", "num_bytes", "seconds"), [("10mbit", 250_000, 0.2), ("1gbit", 25_000_000, 0.2)])
 def test_a_rate_can_be_changed_while_the_lab_runs(rate: str, num_bytes: int, seconds: float) -> None:
     with Lab(hosts=2) as lab:
@@ -114,6 +116,7 @@ while True:
 """
 
 
+@pytest.mark.alone
 def test_a_cut_link_is_silent_and_a_mended_one_goes_on(eventually: Eventually) -> None:
     with Lab(hosts=2, rate="50mbit") as lab:
         streams = [lab.spawn(host, [sys.executable, "-c", SEND_FOR_EVER, str(host)]) for host in range(2)]
@@ -157,6 +160,7 @@ print(f"{time.process_time() / 1.5}\\n", end="")  # one write: the two share a p
 """
 
 
+@pytest.mark.alone
 def test_a_slow_host_gets_its_share_of_time_whatever_group_its_processes_are_in() -> None:
     # On a machine that is busy otherwise the signals to stop come late, now and then: the best try counts.
     shares = []
@@ -245,6 +249,7 @@ def test_the_coordinator_answers_from_every_host() -> None:
             assert result.returncode == 0, result.output
 
 
+@pytest.mark.alone
 def test_a_running_lab_takes_orders_about_links_from_other_processes() -> None:
     with Lab(hosts=2, name=f"test-{os.getpid()}") as lab:
         control.ask(lab.name, messages.Cut(1))

@@ -33,12 +33,13 @@ from stretto.strategy import Strategy
 RING = AllReduce("ring")
 PLAIN = Strategy(aggregate=RING, schedule=AfterBackward())  # what the others are compared with
 SMALL_BUCKETS = Strategy(aggregate=RING, schedule=Buckets(bytes=256, first_bytes=64))
+WAIT_FREE = Strategy(aggregate=RING, schedule=WaitFree())
 
 STRATEGIES = [
     PLAIN,
     SMALL_BUCKETS,
     Strategy(aggregate=RING, schedule=Buckets()),
-    Strategy(aggregate=RING, schedule=WaitFree()),
+    WAIT_FREE,
     Strategy(aggregate=AllReduce("halving_doubling"), schedule=Buckets(bytes=1000)),
     Strategy(aggregate=AllReduce("direct"), schedule=WaitFree()),
     Strategy(),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from preloaded import Preloaded
 
 LIMIT_S = 110
 SCRIPT = """
@@ -30,26 +31,26 @@ stretto.barrier()
 """
 
 
-def stretto(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
+def stretto(preloaded: Preloaded, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "stretto", *arguments]
-    return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return preloaded.shell(shlex.join(["stretto", *arguments]), folder=folder, timeout_s=LIMIT_S)
 
 
 @pytest.mark.processes
-def test_a_traced_job_leaves_the_files_of_all_ranks_even_if_it_fails_and_they_become_one(tmp_path: Path) -> None:
+def test_a_traced_job_leaves_the_files_of_all_ranks_even_if_it_fails_and_they_become_one(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
     """One that succeeds is on the page about tracing, which `test_docs.py` runs."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "trace-rank7.json").write_text("of an earlier run")
-    done = stretto("run", "-n", "2", "--trace", "out", "train.py", folder=tmp_path)
+    done = stretto(preloaded, "run", "-n", "2", "--trace", "out", "train.py", folder=tmp_path)
     assert done.returncode == 1 and "on purpose" in done.stderr
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"trace-rank0.json", "trace-rank1.json"}
     for rank in range(2):
         file = json.loads((tmp_path / "out" / f"trace-rank{rank}.json").read_text())
         assert "update" in {event["name"] for event in file["traceEvents"]}
 
-    shown = stretto("trace", "out", "-o", "all.json", folder=tmp_path)
+    shown = stretto(preloaded, "trace", "out", "-o", "all.json", folder=tmp_path)
     assert shown.returncode == 0 and "written: all.json" in shown.stdout, shown.stderr
     merged = json.loads((tmp_path / "all.json").read_text())
     names = {event["name"] for event in merged["traceEvents"]}
@@ -58,11 +59,11 @@ def test_a_traced_job_leaves_the_files_of_all_ranks_even_if_it_fails_and_they_be
     assert offsets == [0, 0]  # workers of one machine share a clock, and barriers do not contradict it
 
 
-def test_a_folder_that_cannot_be_or_holds_nothing_is_said_at_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_or_holds_nothing_is_said_at_once(tmp_path: Path, preloaded: Preloaded) -> None:
     (tmp_path / "file").touch()
     for arguments, said in (
         (("run", "--trace", "file", "train.py"), "--trace file"),
         (("trace", "nowhere"), "nothing was traced"),
     ):
-        done = stretto(*arguments, folder=tmp_path)
+        done = stretto(preloaded, *arguments, folder=tmp_path)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

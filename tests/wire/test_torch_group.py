@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-import stretto
+from preloaded import Preloaded
 from stretto.collectives import catalogue
 from stretto.collectives.execute import Communicator
 from stretto.collectives.plan import Kind
@@ -541,13 +539,9 @@ print(f"rank {rank} has {tensor[0].item()}")
 
 
 @pytest.mark.processes
-def test_native_all_reduce_between_processes_of_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(textwrap.dedent(WORKER))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    paths = [str(Path(stretto.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(script)], env=environment, capture_output=True, text=True, timeout=110)
+def test_native_all_reduce_between_processes_of_torchrun(tmp_path: Path, preloaded: Preloaded) -> None:
+    (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
+    done = preloaded.shell("torchrun --standalone --nproc-per-node=2 worker.py", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     # The workers share torchrun's output, where lines may run together.
     assert sorted(re.findall(r"rank \d has \d\.\d", done.stdout)) == ["rank 0 has 0.5", "rank 1 has 0.5"]
