@@ -205,9 +205,12 @@ def test_law_8_bytes_equal_the_formula(compression: Compression, size: int) -> N
         assert sum(sent[-1].values()) == sum(num_bytes or 0 for num_bytes in expected) + closing
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("size", "auto"),
+    [pytest.param(1, IN_RANK_ORDER, marks=pytest.mark.slow), (3, IN_RANK_ORDER), pytest.param(3, "ring", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=repr)
-def test_law_9_what_was_saved_resumes_with_the_same_bits(compression: Compression, size: int, tmp_path: Any) -> None:
+def test_law_9_what_was_saved_resumes_with_the_same_bits(compression: Compression, size: int, auto: str, tmp_path: Any) -> None:
     """By `save` and `load`, and by the state dicts of model and optimizer; law 3 has the run that was never stopped."""
     strategy = strategy_of(compression, Buckets(bytes=2000, first_bytes=200))
     saved: dict[int, Any] = {}
@@ -220,14 +223,14 @@ def test_law_9_what_was_saved_resumes_with_the_same_bits(compression: Compressio
         return digest(state_of(model))
 
     def first_half(job: Job) -> str:
-        model, optimizer = begin(job, strategy, job.rank, IN_RANK_ORDER)
+        model, optimizer = begin(job, strategy, job.rank, auto)
         half = go_on(job, model, optimizer, range(STEPS // 2))
         saved[job.rank] = {"model": state_of(model), "optimizer": optimizer.state_dict()}
         save(tmp_path / "saved.pt", model, optimizer)
         return half
 
     def second_half(job: Job, from_file: bool) -> str:
-        model, optimizer = begin(job, strategy, job.rank + 3, IN_RANK_ORDER)
+        model, optimizer = begin(job, strategy, job.rank + 3, auto)
         if from_file:
             resumed = load(tmp_path / "saved.pt", model, optimizer)
             assert not resumed.lost, resumed.lost
@@ -236,7 +239,7 @@ def test_law_9_what_was_saved_resumes_with_the_same_bits(compression: Compressio
             optimizer.load_state_dict(saved[job.rank]["optimizer"])
         return go_on(job, model, optimizer, range(STEPS // 2, STEPS))
 
-    never_stopped = [digests for digests, _ in together(strategy, size, IN_RANK_ORDER)]
+    never_stopped = [digests for digests, _ in together(strategy, size, auto)]
     assert run_jobs(size, first_half) == [digests[STEPS // 2 - 1] for digests in never_stopped]
     for from_file in (True, False):
         assert run_jobs(size, second_half, from_file) == [digests[-1] for digests in never_stopped]
