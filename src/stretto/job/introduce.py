@@ -23,7 +23,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from stretto.job.hosts import host_identity, interface_of, join_address, resolve
 from stretto.job.membership import (
     PROTOCOL,
     Ask,
+    Ended,
     FromCoordinator,
     FromWorker,
     Join,
@@ -53,7 +54,7 @@ from stretto.job.settle import forget_secret, local_address, settle
 from stretto.job.zap import MECHANISM, secure_client
 from stretto.timeouts import Timeouts
 
-__all__ = ["farewell", "introduce", "local_address", "settle"]
+__all__ = ["farewell", "introduce", "local_address", "report_ended", "settle"]
 
 ASK_EVERY_S = 1.0
 FIRST_WORD_S = 3.0  # silence is fine that long
@@ -99,12 +100,23 @@ def farewell(launch: Launch) -> None:
     second."""
     if launch.world_size == 1 or launch.rendezvous is None or launch.secret is None:
         return
+    _say_in_passing(launch, [Leave(launch.rank, host_identity(), os.getpid())])
+
+
+def report_ended(launch: Launch, ended: Sequence[Ended]) -> None:
+    """For launchers: tell the coordinator which workers have ended, so that nobody waits for them until the deadline. `launch`
+    is that of any worker. Silent if the coordinator is gone; never blocks for more than two seconds."""
+    _say_in_passing(launch, ended)
+
+
+def _say_in_passing(launch: Launch, messages: Sequence[FromWorker]) -> None:
     deadline = time.monotonic() + GOODBYE_S
     with contextlib.suppress(JobError, zmq.ZMQError), _visit(launch, deadline) as visit:
         while (remaining := deadline - time.monotonic()) > 0:
             event = visit.next(remaining)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                visit.send(Leave(launch.rank, host_identity(), os.getpid()))
+                for message in messages:
+                    visit.send(message)
                 visit.linger_s = max(0.0, deadline - time.monotonic())
                 return
             if isinstance(event, int) and event & (_FAILED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED):
