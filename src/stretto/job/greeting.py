@@ -43,7 +43,7 @@ class Answer:
     words: str = ""  # another program: the beginning of what it said, as a literal; nobody: why
 
 
-def knock(address: str, patience_s: float = PATIENCE_S) -> Answer:
+def knock(address: str, patience_s: float) -> Answer:
     """Takes three times `patience_s` at most."""
     try:
         connection = socket.create_connection(split_address(address), timeout=patience_s)

@@ -35,7 +35,7 @@ from stretto.errors import ConfigurationError, JobError, RendezvousError, Secret
 from stretto.job import greeting
 from stretto.job.coordinator import PREFIX
 from stretto.job.detect import Launch
-from stretto.job.greeting import Who
+from stretto.job.greeting import Answer, Who
 from stretto.job.hosts import host_identity, interface_of, join_address, resolve, split_address
 from stretto.job.membership import (
     PROTOCOL,
@@ -281,7 +281,7 @@ class _Introduction:
                 f"within {self.connect_s:g} s: node 0 (or rank 0) has failed or was stopped.\n"
                 "Read its output for the reason, then start the job again on every machine."
             )
-        return _nobody_there(launch, self.meet_s)
+        return _nobody_there(launch, self.meet_s, known_silent=self.num_silent >= SILENT_TIMES)
 
 
 @dataclass(slots=True)
@@ -400,10 +400,10 @@ def _another_program(rendezvous: str, words: str) -> RendezvousError:
     )
 
 
-def _nobody_there(launch: Launch, waited_s: float) -> RendezvousError:
+def _nobody_there(launch: Launch, waited_s: float, *, known_silent: bool) -> RendezvousError:
     assert launch.rendezvous is not None
     host, port = split_address(launch.rendezvous)
-    answer = greeting.knock(launch.rendezvous)
+    answer = Answer(Who.SILENT) if known_silent else greeting.knock(launch.rendezvous, greeting.PATIENCE_S / 2)
     if answer.who is Who.ANOTHER_PROGRAM:
         return _another_program(launch.rendezvous, answer.words)
     reason = answer.words or "somebody accepts connections there, but did not complete a handshake"
