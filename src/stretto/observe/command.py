@@ -32,7 +32,7 @@ def show_trace(folder: Path, output: Path | None) -> None:
 
 def _table(totals: list[Total]) -> Table:
     """At most 80 columns for what is usual."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     for name in ("rank", "start-up", "start-up\nsent", "training", "compute", "wait", "sent", "received", "dropped"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in totals:
