@@ -36,7 +36,7 @@ def join_of(
 ) -> Join:  # fmt: skip
     return Join(
         rank=rank, world_size=size, local_rank=rank if local_rank is None else local_rank, host=host, interface="eth1",
-        pid=1000 + rank, address=address or f"10.0.0.{rank + 1}:4242", token=token or f"t{rank}", patience_s=patience_s,
+        pid=1000 + rank, address=address or f"10.0.0.{rank + 1}:4242", token=token or f"t{rank}", patience_s=patience_s, meet_s=patience_s + 1,
         pid_namespace="4026531836", encrypted=encrypted, restart=restart,
     )  # fmt: skip
 
@@ -177,7 +177,7 @@ def test_at_the_deadline_every_waiting_worker_is_told_exactly_who_is_missing() -
 
     assert set(messages(actions)) == {name(0), name(2)}
     for rank in (0, 2):
-        assert refusal(actions, name(rank)).reason.startswith("Ranks 1, 3 of 4 did not join within 10 s; ranks 0, 2 waited")
+        assert refusal(actions, name(rank)).reason.startswith("Ranks 1, 3 of 4 did not join within 11 s; ranks 0, 2 waited")
     assert membership.tick(11.0) == []
 
 

@@ -237,6 +237,7 @@ class _Introduction:
             encrypted=launch.encrypt,
             token=self.token,
             patience_s=remaining - min(1.0, remaining / 5),  # the answer needs time to come back
+            meet_s=self.meet_s,
             restart=launch.restart,
         )
 

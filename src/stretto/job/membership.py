@@ -27,7 +27,7 @@ import msgspec
 
 from stretto.job.hosts import host_name, is_loopback, split_address
 
-PROTOCOL = 2  # goes in front of every message; raise it when a message changes its meaning
+PROTOCOL = 3  # goes in front of every message; raise it when a message changes its meaning
 LINGER_S = 30.0  # how long a failed job tells latecomers why
 
 
@@ -60,6 +60,7 @@ class Join(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True):
     encrypted: bool  # whether this worker encrypts what it sends to other workers
     token: str  # random, one per attempt: tells a repeated Join from another worker with the same rank
     patience_s: float  # how long this worker can wait for the answer
+    meet_s: float  # how long it was told to wait in all, for messages
     restart: int = 0  # how often its launcher has started it again
 
 
@@ -256,19 +257,19 @@ class Membership:
     def tick(self, now: float) -> list[Action]:
         if self.phase is not Phase.FORMING or all(now < member.deadline for member in self._members.values()):
             return []
-        waited = min((member.join.patience_s for member in self._members.values()), default=0.0)
+        waited = min((member.join.meet_s for member in self._members.values()), default=0.0)
         if not self.missing:
             slow = [rank for rank, member in self._members.items() if not member.answers]
             return self._fail(
                 "unreachable",
-                f"All {self.world_size} workers are here, but within {waited:.0f} s it could not be checked that the "
+                f"All {self.world_size} workers are here, but within {waited:g} s it could not be checked that the "
                 f"address of {ranks_text(slow)} answers.\n"
                 "Allow more time with --meet-timeout or STRETTO_MEET_TIMEOUT, or look for a firewall between the hosts.",
                 now,
             )
         return self._fail(
             "job",
-            f"{ranks_text(self.missing).capitalize()} of {self.world_size} did not join within {waited:.0f} s; "
+            f"{ranks_text(self.missing).capitalize()} of {self.world_size} did not join within {waited:g} s; "
             f"{ranks_text(sorted(self._members))} waited.\n{what_to_do(self.refusals)}",
             now,
         )

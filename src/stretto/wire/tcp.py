@@ -483,9 +483,12 @@ class TcpWire(FramedWire):
         if self._is_alive(connection):
             if not connection.warned:
                 connection.warned = True
+                process = (
+                    f"its process {connection.pid}" if connection.near else "its process"
+                )  # a pid elsewhere means nothing here
                 log.warning(
-                    "rank %d: rank %d has been silent for %.0f s, but its process %d is running: it seems to hold the "
-                    "interpreter lock", self.rank, connection.rank, connection.silent_s, connection.pid,
+                    "rank %d: rank %d has been silent for %.0f s, but %s is running: it seems to hold the interpreter lock",
+                    self.rank, connection.rank, connection.silent_s, process,
                 )  # fmt: skip
             return
         self._lose(
