@@ -36,7 +36,8 @@ def join_of(
 ) -> Join:  # fmt: skip
     return Join(
         rank=rank, world_size=size, local_rank=rank if local_rank is None else local_rank, host=host, interface="eth1",
-        pid=1000 + rank, address=address or f"10.0.0.{rank + 1}:4242", token=token or f"t{rank}", patience_s=patience_s, meet_s=patience_s + 1,
+        pid=1000 + rank, address=address or f"10.0.0.{rank + 1}:4242", token=token or f"t{rank}",
+        patience_s=patience_s, meet_s=patience_s + 1,
         pid_namespace="4026531836", encrypted=encrypted, restart=restart,
     )  # fmt: skip
 
