@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 import subprocess
@@ -55,6 +56,17 @@ def test_doctor_speaks_json_too(tmp_path: Path, preloaded: Preloaded) -> None:
     done = preloaded.shell("stretto doctor --json", folder=tmp_path)
 
     assert done.returncode == 0 and "python" in json.loads(done.stdout)["versions"]
+
+
+def test_ctrl_c_while_the_command_is_being_imported_ends_it_quietly(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text(
+        "import os, signal, sys\nsys.stdout.write('interrupted\\n')\nos.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "stretto", "version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ, cwd=tmp_path)
+
+    assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted\n", "")
 
 
 def test_the_launcher_does_not_import_torch() -> None:

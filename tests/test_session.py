@@ -21,7 +21,7 @@ from stretto.job.detect import Launch
 from stretto.job.membership import Peer
 from stretto.plan.choose import Choices, Trial
 from stretto.plan.network import LinkEstimate
-from stretto.session import LARGE_BYTES, Job, join
+from stretto.session import LARGE_BYTES, Job, join, was_made
 from stretto.testing import run_threads
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
@@ -234,18 +234,27 @@ def test_the_first_auto_all_reduce_does_not_hide_that_ranks_disagree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "use", "said"),
+    ("size", "trains", "use", "said"),
     [
-        (1, lambda job: None, 0),
-        (2, lambda job: None, 1),
-        (3, lambda job: job.begin_trace(), 1),  # compares clocks, which nobody asked for
-        (3, lambda job: job.barrier(), 0),
-        (2, lambda job: job.close(goodbye=False), 0),  # it fails: there is more to say
+        (1, True, lambda job: None, 0),
+        (2, True, lambda job: None, 1),
+        (2, False, lambda job: None, 0),  # a function that computes something needs no others
+        (3, True, lambda job: job.begin_trace(), 1),  # compares clocks, which nobody asked for
+        (3, True, lambda job: job.barrier(), 0),
+        (2, True, lambda job: job.close(goodbye=False), 0),  # it fails: there is more to say
     ],
 )
-def test_a_job_whose_workers_never_did_anything_together_says_so_once(
-    size: int, use: Callable[[Job], Any], said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_job_whose_workers_train_and_never_do_anything_together_says_so_once(
+    size: int,
+    trains: bool,
+    use: Callable[[Job], Any],
+    said: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("stretto.session.was_made", lambda kind: trains)  # other tests of this process make optimizers
+
     def program(wire: Wire) -> None:
         launch = dataclasses.replace(launch_of(wire.rank, size), trace=str(tmp_path))
         job = Job(launch, peers_on(["a"] * size), wire if size > 1 else None, TIMEOUTS)
@@ -256,6 +265,20 @@ def test_a_job_whose_workers_never_did_anything_together_says_so_once(
         run_threads(size, program, wires=threads_world(size, check=True))
     found = [record.getMessage() for record in caplog.records if "distribute()" in record.getMessage()]
     assert len(found) == said and all(f"this job of {size} workers" in text for text in found)
+
+
+def test_whether_an_optimizer_was_ever_made_is_known() -> None:
+    class Kind(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            pass
+
+    class Special(Kind):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            pass
+
+    assert not was_made(Kind)
+    Special([torch.nn.Parameter(torch.ones(1))])
+    assert was_made(Kind) and was_made(torch.optim.Optimizer)
 
 
 def test_rank_0_decides_what_auto_takes_however_others_have_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,14 @@
-"""`python -m stretto` is the `stretto` command."""
+"""`python -m stretto` and the `stretto` command. Importing the commands takes a third of a second, and Ctrl-C may come in it."""
 
-from stretto.cli import main
+
+def main() -> None:
+    try:
+        from stretto.cli import main as command
+
+        command()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
 
 if __name__ == "__main__":
     main()

@@ -164,11 +164,9 @@ def delegate(name: str, arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Entry point: our own errors become a message and exit code 2, never a traceback."""
+    """What `stretto.__main__` calls: our own errors become a message and exit code 2, never a traceback."""
     try:
         app()
     except StrettoError as problem:
         sys.stderr.write(f"stretto: {problem}\n")
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None

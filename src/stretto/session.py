@@ -372,8 +372,10 @@ class Job:
             farewell(self.launch)
 
     def _say_if_unused(self) -> None:
-        """Collectives take all workers, so what rank 0 has not called nobody has."""
-        if self.rank == 0 and self.world_size > 1 and self.ledger.collectives.total() == self._collectives_of_ours:
+        """Collectives take all workers, so what rank 0 has not called nobody has. Workers may well have nothing to do with each
+        other (`stretto.launch` of a function that computes something); it is training that they should not do alone."""
+        unused = self.ledger.collectives.total() == self._collectives_of_ours
+        if self.rank == 0 and self.world_size > 1 and unused and was_made(torch.optim.Optimizer):
             log.warning(
                 "this job of %d workers is over, and none of them has called stretto.distribute() or a collective: each has "
                 "worked alone, on a model of its own. To train one model together, call model, optimizer = "
@@ -419,6 +421,14 @@ def _tell_autograd(tensor: torch.Tensor) -> None:
     """Results are written to memory that autograd may have saved for a backward, which must then raise and not use them."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
+
+
+def was_made(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether this process has ever made such an optimizer: the first of a class makes torch wrap that class's `step`."""
+    classes = [kind]
+    for each in classes:  # grows while we go
+        classes += each.__subclasses__()
+    return any(getattr(each.step, "hooked", False) for each in classes)
 
 
 def check_wire(wire: str) -> None:

@@ -79,7 +79,7 @@ def answer(connection: zmq.Socket[bytes]) -> FromCoordinator:
 
 
 def join_of(rank: int, size: int, address: str) -> Join:
-    return Join(rank, size, rank, host_identity(), "lo", address, os.getpid(), "", False, f"t{rank}", 20.0)
+    return Join(rank, size, rank, host_identity(), "lo", address, os.getpid(), "", False, f"t{rank}", 20.0, 21.0)
 
 
 def test_a_worker_joins_leaves_and_the_coordinator_ends_by_itself() -> None:

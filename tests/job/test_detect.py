@@ -37,6 +37,8 @@ MPICH = {
     "STRETTO_RENDEZVOUS": "[fe80::1]:29500", "STRETTO_SECRET": SECRET,
 }  # fmt: skip
 
+NO_MASTER = {name: OPENMPI[name] for name in OPENMPI if "MASTER" not in name} | {"STRETTO_RENDEZVOUS": "node0:29400"}
+
 
 def place(launch: Launch) -> tuple[str, int, int, int, int, str | None, bool]:
     return (
@@ -49,6 +51,10 @@ def place(launch: Launch) -> tuple[str, int, int, int, int, str | None, bool]:
     ("environ", "expected"),
     [
         ({}, ("single", 0, 1, 0, 1, None, False)),
+        ({"RANK": "3"}, ("single", 0, 1, 0, 1, None, False)),  # what a notebook may have left behind
+        ({"WORLD_SIZE": "4"}, ("single", 0, 1, 0, 1, None, False)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ("single", 0, 1, 0, 1, None, False)),
+        ({"RANK": "1", "WORLD_SIZE": ""}, ("single", 0, 1, 0, 1, None, False)),
         (STRETTO, ("stretto", 3, 4, 1, 2, "node0:29400", True)),
         (STRETTO | {"STRETTO_ENCRYPT": "off"}, ("stretto", 3, 4, 1, 2, "node0:29400", False)),
         ({"STRETTO_RANK": "0", "STRETTO_WORLD_SIZE": "1"}, ("stretto", 0, 1, 0, 1, None, False)),
@@ -57,6 +63,7 @@ def place(launch: Launch) -> tuple[str, int, int, int, int, str | None, bool]:
         (TORCHRUN | TWO_HOSTS | {"STRETTO_ENCRYPT": "off"}, ("torchrun", 3, 4, 1, 2, None, False)),
         (SLURM, ("slurm", 4, 5, 0, 1, "node0:29501", True)),
         (SLURM | {"SLURM_NODEID": "0", "SLURM_PROCID": "1"}, ("slurm", 1, 5, 0, 2, "node0:29501", True)),
+        (NO_MASTER | {"RANK": "1", "WORLD_SIZE": "2"}, ("openmpi", 1, 2, 1, 2, "node0:29400", False)),
         (OPENMPI, ("openmpi", 1, 2, 1, 2, "127.0.0.1:29501", False)),
         (MPICH, ("mpich", 1, 4, 1, 2, "[fe80::1]:29500", True)),
     ],
@@ -101,6 +108,9 @@ def test_a_restarted_torchrun_group_has_another_name_than_the_first() -> None:
         (TORCHRUN | {"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0'"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "'http' is not a port number"),
         ({name: TORCHRUN[name] for name in TORCHRUN if name != "MASTER_PORT"}, "MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE=2 but MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "7", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "7"}, "unset RANK and WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
         (SLURM | {"SLURM_TASKS_PER_NODE": "many"}, "SLURM_TASKS_PER_NODE='many'"),
         (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3"),
         (SLURM | {"MASTER_PORT": "65535"}, "MASTER_PORT=65535"),

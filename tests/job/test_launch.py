@@ -707,6 +707,30 @@ def secret_file(tmp_path: Path) -> Path:
     return secret
 
 
+def test_a_worker_that_ends_without_calling_init_is_not_waited_for(start: Start, secret_file: Path) -> None:
+    """On one machine, where the launcher notices that others still run, and on another than the coordinator's."""
+    leaves = """
+        mark(f"{sys.argv[2]}{rank}")
+        if rank == 1:
+            wait_for(f"{sys.argv[2]}0")  # so the coordinator listens
+            sys.exit(0)
+    """
+    script = textwrap.dedent(leaves) + textwrap.dedent(MEET).replace("Timeouts.of(60)", f"Timeouts(meet_s={FOR_EVER_S})")
+    environ = {**os.environ, "STRETTO_INTERFACE": "lo"}
+    meeting = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{launch_plan.free_port()}", "--secret-file", str(secret_file)]
+    alone = start(script, "-n", "3", "--no-prefix", args=("alone",))
+    node_0, node_1 = (start(script, *meeting, "--node", node, env=environ, args=("of_two",)) for node in ("0", "1"))
+    errors = [launcher.communicate(timeout=LIMIT_S)[1] for launcher in (alone, node_0, node_1)]
+
+    assert [launcher.returncode for launcher in (alone, node_0, node_1)] == [1, 1, 0], errors
+    for size, said in ((3, errors[0]), (2, errors[1])):
+        assert f"stretto: rank 1 of {size} was lost to the others" in said
+        assert re.search(rf"JobError: Rank 1 of {size} \(pid \d+ on host .*\) exited with code 0 without having called", said), (
+            said
+        )
+    assert "had ended by then: it exited with code 0" in errors[0]
+
+
 def test_nodes_meet_where_the_name_of_node_0_means_a_loopback_address_on_its_own_machine(start: Start, secret_file: Path) -> None:
     """As on Debian. Node 1, which is the same machine here, knows node 0 by another address."""
     port = launch_plan.free_port()

@@ -11,6 +11,7 @@ from stretto.job.membership import (
     Action,
     Ask,
     Check,
+    Ended,
     Join,
     Leave,
     Membership,
@@ -35,7 +36,8 @@ def join_of(
 ) -> Join:  # fmt: skip
     return Join(
         rank=rank, world_size=size, local_rank=rank if local_rank is None else local_rank, host=host, interface="eth1",
-        pid=1000 + rank, address=address or f"10.0.0.{rank + 1}:4242", token=token or f"t{rank}", patience_s=patience_s,
+        pid=1000 + rank, address=address or f"10.0.0.{rank + 1}:4242", token=token or f"t{rank}",
+        patience_s=patience_s, meet_s=patience_s + 1,
         pid_namespace="4026531836", encrypted=encrypted, restart=restart,
     )  # fmt: skip
 
@@ -176,7 +178,7 @@ def test_at_the_deadline_every_waiting_worker_is_told_exactly_who_is_missing() -
 
     assert set(messages(actions)) == {name(0), name(2)}
     for rank in (0, 2):
-        assert refusal(actions, name(rank)).reason.startswith("Ranks 1, 3 of 4 did not join within 10 s; ranks 0, 2 waited")
+        assert refusal(actions, name(rank)).reason.startswith("Ranks 1, 3 of 4 did not join within 11 s; ranks 0, 2 waited")
     assert membership.tick(11.0) == []
 
 
@@ -244,6 +246,65 @@ def test_a_worker_that_gives_up_early_ends_the_waiting_of_the_others() -> None:
     assert "Rank 1 (pid 1001 on host alpha" in refusal(actions, name(0)).reason
 
 
+def ended(rank: int, *, pid: int | None = None, local_rank: int | None = None, restart: int = 0) -> Ended:
+    local_rank = rank if local_rank is None else local_rank
+    return Ended(rank, local_rank, HOST, 1000 + rank if pid is None else pid, restart, "exited with code 0")
+
+
+def test_a_worker_that_ended_without_joining_is_named_to_those_who_wait_and_to_those_who_come() -> None:
+    membership = joined(4, 0, 1)
+
+    actions = membership.ended(ended(2), now=1.0)
+
+    assert set(messages(actions)) == {name(0), name(1)}
+    reason = refusal(actions, name(0)).reason
+    assert "Rank 2 of 4 (pid 1002 on host alpha) exited with code 0 without having called stretto.init()" in reason
+    assert "so ranks 0, 1 would wait" in reason
+    assert refusal(membership.join(name(3), join_of(3, 4), now=2.0), name(3)).reason == reason
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_workers_that_all_end_without_joining_are_no_failure_until_one_joins(size: int) -> None:
+    membership = membership_of(size)
+    for rank in range(1, size):
+        assert membership.ended(ended(rank), now=1.0) == []
+    assert membership.failure is None
+
+    assert "Rank 1 of" in refusal(membership.join(name(0), join_of(0, size), now=2.0), name(0)).reason
+
+
+def test_a_worker_that_ended_after_joining_ends_the_waiting_and_another_process_with_its_rank_does_not() -> None:
+    membership = joined(3, 0, 1)
+
+    assert membership.ended(ended(1, pid=9999), now=1.0) == []
+    assert membership.phase is Phase.FORMING
+    actions = membership.ended(ended(1), now=1.0)
+    assert set(messages(actions)) == {name(0)}
+    assert "exited with code 0 before all workers had met, so rank 0 would" in refusal(actions, name(0)).reason
+
+
+def test_an_end_that_a_restart_has_overtaken_is_forgotten() -> None:
+    membership = membership_of(4)
+    membership.ended(ended(3, local_rank=1), now=1.0)
+
+    again = membership.join(name(2), join_of(2, 4, local_rank=0, restart=1), now=2.0)
+    assert isinstance(messages(again)[name(2)], Waiting)
+    assert membership.ended(ended(3, local_rank=1), now=3.0) == []  # the same news, late
+    assert membership.phase is Phase.FORMING
+    assert membership.ended(ended(3, local_rank=1, restart=1), now=4.0) != []
+
+
+def test_ends_after_the_job_has_formed_and_of_ranks_that_do_not_exist_change_nothing() -> None:
+    membership = joined(2, 0)
+    assert membership.ended(ended(7), now=1.0) == membership.ended(ended(-1), now=1.0) == []
+    membership.join(name(1), join_of(1, 2), now=1.0)
+    for rank in range(2):
+        membership.reachable(rank, f"t{rank}")
+
+    assert membership.ended(ended(1), now=2.0) == []
+    assert membership.phase is Phase.FORMED
+
+
 def test_the_coordinator_ends_when_all_have_left_and_not_before() -> None:
     membership = joined(2, 0, 1)
     for rank in range(2):
@@ -283,7 +344,7 @@ def test_ranks_are_written_short(ranks: list[int], text: str) -> None:
 
 
 EVENTS = st.tuples(
-    st.sampled_from(["join", "join", "impostor", "ask", "reachable", "reachable", "unreachable", "leave", "tick"]),
+    st.sampled_from(["join", "join", "impostor", "ask", "reachable", "reachable", "unreachable", "leave", "ended", "tick"]),
     st.integers(-1, 4),
 )
 
@@ -302,6 +363,8 @@ def apply(membership: Membership, kind: str, rank: int, size: int, now: float) -
             return membership.unreachable(rank, f"t{rank}", "refused", now)
         case "leave":
             return membership.leave(Leave(rank, HOST, 1000 + rank), now)
+        case "ended":
+            return membership.ended(ended(rank), now)
         case _:
             return membership.tick(now)
 

@@ -36,14 +36,19 @@ def test_output_has_the_host_in_front_and_the_exit_code_is_the_first_failing_hos
     # A failure ends the others, so host 1 fails only once host 0 has spoken.
     spoken = tmp_path / "spoken"
     wait = f"while ! test -e {spoken}; do sleep 0.05; done"
-    script = f"echo from $RANK; if test $RANK = 0; then touch {spoken}; else {wait}; exit 7; fi"
+    fail = "echo PeerLost: rank 0 is lost: a test >&2; exit 7"
+    script = f"echo from $RANK; if test $RANK = 0; then touch {spoken}; else {wait}; {fail}; fi"
     done = stretto_lab("--hosts", "2", "--rate", "100mbit", "--", "sh", "-c", script)
     assert done.returncode == 7
-    assert sorted(done.stdout.splitlines()) == ["[host 0] from 0", "[host 1] from 1"]
+    assert sorted(done.stdout.splitlines()) == [
+        "[host 0] from 0",
+        "[host 1] PeerLost: rank 0 is lost: a test",
+        "[host 1] from 1",
+    ]
     assert "2 hosts, links 100mbit" in done.stderr
     assert "not encrypted" in done.stderr
     assert "bytes through" in done.stderr
-    assert "host 1 failed first (exit code 7)" in done.stderr
+    assert "host 1 failed first (exit code 7), having lost rank 0; the others were ended" in done.stderr
 
 
 def test_a_command_without_dashes_before_it_runs_too_and_keeps_its_options() -> None:

@@ -7,9 +7,16 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 
+<<<<<<< HEAD
 from preloaded import Preloaded
+=======
+from stretto.observe.command import show_trace
+from stretto.observe.merge import Event, TraceFile
+from stretto.observe.trace import About
+>>>>>>> job2
 
 LIMIT_S = 110
 SCRIPT = """
@@ -59,7 +66,38 @@ def test_a_traced_job_leaves_the_files_of_all_ranks_even_if_it_fails_and_they_be
     assert offsets == [0, 0]  # workers of one machine share a clock, and barriers do not contradict it
 
 
+<<<<<<< HEAD
 def test_a_folder_that_cannot_be_or_holds_nothing_is_said_at_once(tmp_path: Path, preloaded: Preloaded) -> None:
+=======
+def test_the_table_is_whole_in_80_columns_and_also_where_less_is_offered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A day of training in which the start-up, with its measurements, has sent more than the training."""
+    monkeypatch.setenv("COLUMNS", "40")
+    for rank in (0, 1023):
+        about = About(
+            rank=rank, world_size=1024, run="", host="here", num_spans=4, num_dropped=1234567, clock_offset_ns=0,
+            clock_uncertainty_ns=0,
+        )  # fmt: skip
+        day = 86_400e6
+        events = [
+            Event("X", "send to 1", rank, 1, 0.0, 5.0, "send", {"bytes": 112_730_504}),
+            Event("X", "forward", rank, 1, 123.45e6, day, "compute"),
+            Event("X", "send to 1", rank, 1, 200e6, 5.0, "send", {"bytes": 102_440}),
+            Event("X", "receive from 1", rank, 1, 200e6, 5.0, "receive", {"bytes": 998_765_432_100}),
+        ]
+        (tmp_path / f"trace-rank{rank}.json").write_bytes(msgspec.json.encode(TraceFile(events, about)))
+    show_trace(tmp_path, None)
+
+    lines = capsys.readouterr().out.split("\nrank 1 left no trace")[0].splitlines()
+    assert max(map(len, lines)) <= 80
+    row = next(line for line in lines if line.split()[:1] == ["1023"])
+    assert " ".join(row.split()) == "1023 123.45 s 113 MB 86400.00 s 100% 0% 102 KB 999 GB 1234567"
+    assert "…" not in "".join(lines)
+
+
+def test_a_folder_that_cannot_be_or_holds_nothing_is_said_at_once(tmp_path: Path) -> None:
+>>>>>>> job2
     (tmp_path / "file").touch()
     for arguments, said in (
         (("run", "--trace", "file", "train.py"), "--trace file"),

@@ -143,7 +143,8 @@ def test_a_peer_of_another_host_is_lost_when_it_is_silent_and_has_no_pulse_eithe
 
         run_threads(2, program, wires=wires[:2])
         rogue._pulse = None
-    assert caplog.text.count("it seems to hold the interpreter lock") == 2
+    # No pid: on another host, or in another container, it is that of some other process.
+    assert caplog.text.count("but its process is running: it seems to hold the interpreter lock") == 2
 
 
 # Strangers.

@@ -49,6 +49,7 @@ from stretto.job.membership import (
     Action,
     Ask,
     Check,
+    Ended,
     FromCoordinator,
     FromWorker,
     Join,
@@ -184,6 +185,8 @@ class Coordinator:
             return self.membership.join(sender, message, now)
         if isinstance(message, Ask):
             return self.membership.ask(sender, message)
+        if isinstance(message, Ended):
+            return self.membership.ended(message, now)
         return self.membership.leave(message, now)
 
     def _perform(self, actions: Sequence[Action]) -> None:

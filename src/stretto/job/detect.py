@@ -7,6 +7,7 @@ The first of these that is recognised decides:
     slurm       SLURM_PROCID and SLURM_NTASKS
     openmpi     OMPI_COMM_WORLD_RANK
     mpich       PMI_RANK (Hydra: MPICH, Intel MPI, MVAPICH)
+    torchrun    RANK, and a WORLD_SIZE above 1, without MASTER_ADDR: an error that names it
     single      none of these: a job of one
 
 Slurm and MPI say who we are but not where to meet, so several tasks need MASTER_ADDR and MASTER_PORT (or
@@ -102,6 +103,10 @@ def detect(environ: Environment) -> Launch:
         return _under_scheduler(environ, "openmpi", _place(environ, *_OPENMPI))
     if "PMI_RANK" in environ:
         return _under_scheduler(environ, "mpich", _place(environ, *_MPICH))
+    if environ.get("RANK") and environ.get("WORLD_SIZE", "").strip() not in ("", "1"):
+        # Somebody has set up a job of several by hand and forgot a part: each worker would train alone. (RANK by itself, or a
+        # job of one, is what a notebook may have left behind.)
+        return _under_torchrun(environ)
     return _single(environ)
 
 
@@ -139,15 +144,15 @@ def _under_stretto(environ: Environment) -> Launch:
 
 
 def _under_torchrun(environ: Environment) -> Launch:
+    world_size = _integer(environ, "WORLD_SIZE", needed_with="RANK")
+    master = _master(environ) if world_size > 1 else None
+    if world_size > 1 and master is None:
+        raise ConfigurationError(
+            f"WORLD_SIZE={world_size} but MASTER_ADDR and MASTER_PORT are not both set, so there is no store to meet at. Start "
+            "the script with torchrun or `stretto run`, or set both variables on every worker; to run it alone, unset RANK and "
+            "WORLD_SIZE."
+        )
     place = _place(environ, *_TORCHRUN)
-    master = None
-    if place.world_size > 1:
-        master = _master(environ)
-        if master is None:
-            raise ConfigurationError(
-                f"WORLD_SIZE={place.world_size} but MASTER_ADDR and MASTER_PORT are not both set, so there is no store "
-                "to meet at. Start the script with torchrun or `stretto run`, or set both variables on every worker."
-            )
     # As torch does: the restart count keeps a restarted group of workers away from what the last one left in the store.
     restart = _integer(environ, "TORCHELASTIC_RESTART_COUNT", needed_with="RANK", default=0)
     run = f"{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{restart}"

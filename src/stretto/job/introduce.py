@@ -12,7 +12,7 @@ nothing.
 
 What goes wrong is told apart here, within `timeouts.meet_s`: nobody answers, somebody answers who is not ZeroMQ, the
 secret is another one, the coordinator refuses, workers are missing. A failed handshake under CURVE tells the client
-nothing (the server cannot even read the hello), so `_speaks_curve` asks the other side for its public greeting.
+nothing, so `greeting.knock` asks who is there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from stretto.errors import ConfigurationError, JobError, RendezvousError, SecretError, UnreachableError
+from stretto.job import greeting
 from stretto.job.coordinator import PREFIX
 from stretto.job.detect import Launch
+from stretto.job.greeting import Answer, Who
 from stretto.job.hosts import host_identity, interface_of, join_address, resolve, split_address
 from stretto.job.membership import (
     PROTOCOL,
     Ask,
+    Ended,
     FromCoordinator,
     FromWorker,
     Join,
@@ -50,16 +53,18 @@ from stretto.job.membership import (
     what_to_do,
 )  # fmt: skip
 from stretto.job.settle import forget_secret, local_address, settle
-from stretto.job.zap import MECHANISM, secure_client
+from stretto.job.zap import secure_client
 from stretto.timeouts import Timeouts
 
-__all__ = ["farewell", "introduce", "local_address", "settle"]
+__all__ = ["farewell", "introduce", "local_address", "report_ended", "settle"]
 
 ASK_EVERY_S = 1.0
 FIRST_WORD_S = 3.0  # silence is fine that long
 NEXT_WORD_S = 15.0
 GOODBYE_S = 1.0
 HANDSHAKE_S = 5.0
+SILENT_TIMES = 2  # after so many handshakes without an answer it is said that there was none
+NO_GREETING = "something accepts connections there but does not greet"
 REFUSED_S = 2.0  # handshakes that fail for a shorter time may be due to strangers that crowd the coordinator: try again
 BYTES_FOR_ALL, BYTES_FOR_EACH = 64 << 10, 1 << 10  # what a table may have: an entry has some 150 bytes
 
@@ -99,12 +104,23 @@ def farewell(launch: Launch) -> None:
     second."""
     if launch.world_size == 1 or launch.rendezvous is None or launch.secret is None:
         return
+    _say_in_passing(launch, [Leave(launch.rank, host_identity(), os.getpid())])
+
+
+def report_ended(launch: Launch, ended: Sequence[Ended]) -> None:
+    """For launchers: tell the coordinator which workers have ended, so that nobody waits for them until the deadline. `launch`
+    is that of any worker. Silent if the coordinator is gone; never blocks for more than two seconds."""
+    _say_in_passing(launch, ended)
+
+
+def _say_in_passing(launch: Launch, messages: Sequence[FromWorker]) -> None:
     deadline = time.monotonic() + GOODBYE_S
     with contextlib.suppress(JobError, zmq.ZMQError), _visit(launch, deadline) as visit:
         while (remaining := deadline - time.monotonic()) > 0:
             event = visit.next(remaining)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                visit.send(Leave(launch.rank, host_identity(), os.getpid()))
+                for message in messages:
+                    visit.send(message)
                 visit.linger_s = max(0.0, deadline - time.monotonic())
                 return
             if isinstance(event, int) and event & (_FAILED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED):
@@ -117,6 +133,7 @@ class _Introduction:
 
     def __init__(self, launch: Launch, address: str, timeouts: Timeouts, visit: _Visit, deadline: float) -> None:
         self.launch = launch
+        self.rendezvous = launch.rendezvous or ""  # _visit insists on it
         self.visit = visit
         self.deadline = deadline
         self.meet_s = timeouts.meet_s
@@ -127,6 +144,7 @@ class _Introduction:
         self.back_by: float | None = None  # the coordinator was there and has hung up: when it must have come back
         self.handshake_failed = False  # on the connection that is about to be closed
         self.refused_since: float | None = None  # the first handshake that failed after the last that did not
+        self.num_silent = 0  # times in a row that somebody accepted a connection and did not greet
         self.missing: list[int] | None = None
         self.refused = ""  # strangers that the coordinator turned away: perhaps the missing ones
         self.next_word = time.monotonic() + FIRST_WORD_S
@@ -169,6 +187,7 @@ class _Introduction:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.connected = True
             self.back_by = self.refused_since = None
+            self.num_silent = 0
             self.visit.send(self._join())
         elif event == zmq.EVENT_DISCONNECTED and self.connected:
             self.connected = False
@@ -177,12 +196,31 @@ class _Introduction:
             self.handshake_failed = True
             if self.refused_since is None:
                 self.refused_since = time.monotonic()
-            elif time.monotonic() - self.refused_since >= REFUSED_S:
-                _explain_failed_handshake(self.launch)
+                self._find_out_who_is_there()
+            elif self._refused_for_long():
+                self._find_out_who_is_there()
         elif event == zmq.EVENT_DISCONNECTED:
             if not self.handshake_failed:  # the other side does not speak ZeroMQ's protocol, and ZeroMQ does not try again
-                _explain_failed_handshake(self.launch)
+                self._find_out_who_is_there()
+                self.visit.connect_again()
             self.handshake_failed = False
+
+    def _find_out_who_is_there(self) -> None:
+        """Raise what a failed handshake means; return if the other side was merely going down or too busy to answer."""
+        patience_s = min(greeting.PATIENCE_S, self.deadline - time.monotonic())
+        if patience_s <= 0:
+            return
+        answer = greeting.knock(self.rendezvous, patience_s)
+        if answer.who is Who.ANOTHER_PROGRAM:
+            raise _another_program(self.rendezvous, answer.words)
+        if answer.who is Who.COORDINATOR and self._refused_for_long():
+            raise _wrong_secret(self.launch)
+        self.num_silent = self.num_silent + 1 if answer.who is Who.SILENT else 0
+        if self.num_silent == SILENT_TIMES:
+            self.next_word = time.monotonic()  # news: said at once
+
+    def _refused_for_long(self) -> bool:
+        return self.refused_since is not None and time.monotonic() - self.refused_since >= REFUSED_S
 
     def _join(self) -> Join:
         remaining = max(0.01, self.deadline - time.monotonic())
@@ -199,6 +237,7 @@ class _Introduction:
             encrypted=launch.encrypt,
             token=self.token,
             patience_s=remaining - min(1.0, remaining / 5),  # the answer needs time to come back
+            meet_s=self.meet_s,
             restart=launch.restart,
         )
 
@@ -216,7 +255,8 @@ class _Introduction:
             return
         self.next_word = time.monotonic() + NEXT_WORD_S
         if not self.connected:
-            log.warning("rank %d: waiting for the coordinator at %s", self.launch.rank, self.launch.rendezvous)
+            known = f": {NO_GREETING}" if self.num_silent >= SILENT_TIMES else ""
+            log.warning("rank %d: waiting for the coordinator at %s%s", self.launch.rank, self.rendezvous, known)
         elif self.missing:
             known = f"; {self.refused}" if self.refused else ""
             log.warning("rank %d: waiting for %s%s", self.launch.rank, ranks_text(self.missing), known)
@@ -242,7 +282,7 @@ class _Introduction:
                 f"within {self.connect_s:g} s: node 0 (or rank 0) has failed or was stopped.\n"
                 "Read its output for the reason, then start the job again on every machine."
             )
-        return _nobody_there(launch, self.meet_s)
+        return _nobody_there(launch, self.meet_s, known_silent=self.num_silent >= SILENT_TIMES)
 
 
 @dataclass(slots=True)
@@ -254,7 +294,12 @@ class _Visit:
     monitor: zmq.Socket[bytes]
     poller: zmq.Poller
     decoder: msgspec.msgpack.Decoder[FromCoordinator]
+    endpoint: str
     linger_s: float = 0.0
+
+    def connect_again(self) -> None:
+        self.socket.disconnect(self.endpoint)
+        self.socket.connect(self.endpoint)
 
     def send(self, message: FromWorker) -> None:
         # If the connection has just broken, it waits for the next one, where a Join more or a late Ask does no harm.
@@ -310,7 +355,7 @@ def _visit(launch: Launch, deadline: float) -> Iterator[_Visit]:
     poller = zmq.Poller()
     poller.register(dealer, zmq.POLLIN)
     poller.register(monitor, zmq.POLLIN)
-    visit = _Visit(context, dealer, monitor, poller, msgspec.msgpack.Decoder(FromCoordinator))
+    visit = _Visit(context, dealer, monitor, poller, msgspec.msgpack.Decoder(FromCoordinator), endpoint)
     try:
         dealer.connect(endpoint)
         yield visit
@@ -339,57 +384,43 @@ def _endpoint(launch: Launch, deadline: float) -> tuple[str, bool]:
             time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
 
 
-def _explain_failed_handshake(launch: Launch) -> None:
-    """Raise what a failed handshake means, or return if the other side was merely going down or too busy to answer."""
-    curve = _speaks_curve(launch)
-    if curve is None:
-        return
-    if curve:
-        raise SecretError(
-            f"rank {launch.rank} was turned away at the rendezvous {launch.rendezvous}: its job secret is not the "
-            "coordinator's.\n"
-            "Give every worker the same STRETTO_SECRET or STRETTO_SECRET_FILE (--secret-file), and each job a "
-            "rendezvous port of its own."
-        )
-    raise RendezvousError(
-        f"What answers at the rendezvous {launch.rendezvous} is not a coordinator of this version of stretto, but another "
-        "program.\n"
+def _wrong_secret(launch: Launch) -> SecretError:
+    return SecretError(
+        f"rank {launch.rank} was turned away at the rendezvous {launch.rendezvous}: its job secret is not the "
+        "coordinator's.\n"
+        "Give every worker the same STRETTO_SECRET or STRETTO_SECRET_FILE (--secret-file), and each job a "
+        "rendezvous port of its own."
+    )
+
+
+def _another_program(rendezvous: str, words: str) -> RendezvousError:
+    return RendezvousError(
+        f"What answers at the rendezvous {rendezvous} is not a coordinator of this version of stretto, but another "
+        f"program: it said {words}.\n"
         "Check host and port, or choose a port that is free on that host; install the same version of stretto on every machine."
     )
 
 
-def _speaks_curve(launch: Launch) -> bool | None:
-    """Whether whoever listens at the rendezvous greets as a coordinator does; None if nobody greets now. (ZeroMQ RFC 37: a
-    greeting is signature 10 bytes, version 2, mechanism 20, as-server 1, filler 31.)"""
-    assert launch.rendezvous is not None
-    # Signature and version only: that makes the other side speak, and it cannot yet hang up over a different mechanism.
-    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"
-    try:
-        with socket.create_connection(split_address(launch.rendezvous), timeout=2.0) as probe:
-            probe.sendall(greeting)
-            answer = b""
-            while len(answer) < 32 and (chunk := probe.recv(64)):
-                answer += chunk
-    except OSError:  # also one that says nothing for too long: it may be busy
-        return None
-    return len(answer) >= 32 and answer[0] == 0xFF and answer[9] == 0x7F and answer[12:32].rstrip(b"\0") == MECHANISM
-
-
-def _nobody_there(launch: Launch, waited_s: float) -> RendezvousError:
+def _nobody_there(launch: Launch, waited_s: float, *, known_silent: bool) -> RendezvousError:
     assert launch.rendezvous is not None
     host, port = split_address(launch.rendezvous)
-    try:
-        socket.create_connection((host, port), timeout=1.0).close()
-        reason = "somebody accepts connections there, but did not complete a handshake"
-    except TimeoutError:
-        reason = "no answer (a firewall, a wrong address, or the host is down)"
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-    return RendezvousError(
-        f"rank {launch.rank} on {socket.gethostname()} could not reach the coordinator at {launch.rendezvous} within "
-        f"{waited_s:g} s: {reason}.\n"
+    answer = Answer(Who.SILENT) if known_silent else greeting.knock(launch.rendezvous, greeting.PATIENCE_S / 2)
+    if answer.who is Who.ANOTHER_PROGRAM:
+        return _another_program(launch.rendezvous, answer.words)
+    reason = answer.words or "somebody accepts connections there, but did not complete a handshake"
+    advice = (
         f"Check that node 0 (or rank 0) runs and has not ended, that {host} is its address as seen from here, and that "
         f"port {port} is open in its firewall."
+    )
+    if answer.who is Who.SILENT:
+        reason = NO_GREETING
+        advice = (
+            f"Another program, or a proxy, has port {port} there, or the coordinator's process is stopped: on {host}, see who it "
+            f"is with ss -ltnp 'sport = :{port}', or choose another port."
+        )
+    return RendezvousError(
+        f"rank {launch.rank} on {socket.gethostname()} could not reach the coordinator at {launch.rendezvous} within "
+        f"{waited_s:g} s: {reason}.\n{advice}"
     )
 
 

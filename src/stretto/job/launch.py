@@ -9,6 +9,7 @@
 Bound: a failure ends all workers within `LAST_WORDS_S` + 3 s < 5 s. (`LAST_WORDS_S`: a worker that fails with `PeerLost`
 gives the peer it accuses a second to end by itself, so that the right one is blamed: see `launch_report`. A peer that does
 not is looked at before anybody is signalled.)
+A worker that ends without having called `stretto.init()`, while others wait for it there, ends the job as well: see `ended`.
 Processes are started, signalled and never left behind by the keeper (see `keeper`); the coordinator is one of them. Should the
 keeper itself be killed, what it leaves falls to the launcher, which ends it.
 
@@ -16,7 +17,7 @@ A restart is a new attempt with nothing of the old one but the plan: another kee
 Several nodes need no agreement for it: a lost worker makes the workers of all nodes fail, so every launcher restarts its own, and
 they meet at the same rendezvous. Those that come while the last attempt has not ended there are told to wait (`membership`). A
 node may fail more often than another while the job forms, so each counts its own restarts, and the job ends once one has used up
-its own: the others then wait for it in vain, `--meet-timeout` each time.
+its own: an attempt that is forming then is told so (`ended`), and a later one waits in vain, `--meet-timeout` each time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from dataclasses import dataclass
 
 from stretto.errors import ConfigurationError, JobError, RendezvousError
 from stretto.job import coordinator_process, hosts, launch_plan
+from stretto.job.detect import Launch
+from stretto.job.ended import EndedWorkers
 from stretto.job.launch_plan import RunPlan
 from stretto.job.launch_report import (
     TAIL_BYTES,
@@ -45,6 +48,7 @@ from stretto.job.launch_report import (
     lost_block,
     what_it_does,
 )  # fmt: skip
+from stretto.job.membership import Ended
 from stretto.job.orphans import Orphans
 from stretto.job.output import STDERR, STDOUT, Lines, Screen, prefix_of, wants_colour
 from stretto.job.processes import Pipes, Processes, Report
@@ -143,6 +147,8 @@ class _NodeJob:
         self.ended: dict[str, int] = {}  # name -> code
         self.blamed: Failure | _Silent | None = None
         self.last_words_until: float | None = None
+        self.ended_workers = EndedWorkers()
+        self.rendezvous: tuple[str, int] | None = None  # once it is known
         self.stop: _Stop | None = None
         self.keeper_gone = False
         self.closed = False
@@ -232,6 +238,7 @@ class _NodeJob:
         argv = launch_plan.worker_argv(self.plan)
         if self.plan.trace is not None:
             launch_plan.trace_folder(self.plan.trace)  # without what the attempt before has left
+        self.rendezvous = rendezvous
         self.alive.update(self.names)
         for local_rank, name in enumerate(self.names):
             env = launch_plan.worker_environment(self.plan, local_rank, rendezvous, master_port, self.environ, self.restart)
@@ -260,7 +267,12 @@ class _NodeJob:
 
     def _patience(self, until: float | None) -> float:
         """Seconds to the next deadline; 0.25 at most, for held output (and, congested, for room)."""
-        deadlines = [until, self.last_words_until, self.stop.kill_at if self.stop and not self.stop.killed else None]
+        deadlines = [
+            until,
+            self.last_words_until,
+            self.ended_workers.due_at,
+            self.stop.kill_at if self.stop and not self.stop.killed else None,
+        ]
         now = time.monotonic()
         return max(0.0, min([0.05 if self.screen.congested else 0.25, *(d - now for d in deadlines if d is not None)]))
 
@@ -322,12 +334,27 @@ class _NodeJob:
             return
         self.alive.discard(report.name)
         self.ended[report.name] = code
+        self.ended_workers.note(self._ended_message(report, code), well=code == 0)
         if self.stop is not None:
             self.num_stopped += 1
         elif code != 0:
             elapsed = time.monotonic() - self.started_at
             self.failures.append(Failure(int(report.name), report.pid, code, elapsed, self.tails[report.name]))
             self._judge()
+
+    def _ended_message(self, report: Report, code: int) -> Ended:
+        rank = int(report.name)
+        local_rank = rank - self.plan.rank(0)
+        return Ended(rank, local_rank, hosts.host_identity(), report.pid, self.restart, how_it_ended(code))
+
+    def _tell_coordinator_who_ended(self) -> None:
+        plan = self.plan
+        if self.rendezvous is None or plan.world_size == 1:
+            self.ended_workers.forget()
+            return
+        place = (plan.rank(0), plan.world_size, 0, plan.workers)
+        encrypt = launch_plan.encrypted(plan, self.environ)
+        self.ended_workers.tell(Launch(*place, hosts.join_address(*self.rendezvous), plan.secret, encrypt, "stretto"))
 
     def _judge(self) -> None:
         """Give the others a moment: to say whom they have lost, and, if this one only lost a peer, to be that peer."""
@@ -366,6 +393,11 @@ class _NodeJob:
         if self.last_words_until is not None and now >= self.last_words_until:
             self._blame()
             self._begin_stop(signal.SIGTERM, TERMINATE_S, None)
+        if self.ended_workers.due_at is not None and now >= self.ended_workers.due_at:
+            if self.alive and self.stop is None:
+                self._tell_coordinator_who_ended()
+            else:
+                self.ended_workers.due_at = None  # perhaps at the end: see `close`
         if self.stop is not None and not self.stop.killed and now >= self.stop.kill_at:
             self.stop.killed = True
             self.processes.kill()
@@ -432,6 +464,9 @@ class _NodeJob:
             return
         self.closed = True
         self.processes.close(CLOSE_S)
+        if self.plan.node > 0 and not self.restarts:
+            self._tell_coordinator_who_ended()
+        self.ended_workers.wait()
         self.orphans.end(CLOSE_S)  # there are none, unless the keeper was killed
         for descriptor in (*self.streams, self.ready_read):
             os.close(descriptor)

@@ -1,7 +1,8 @@
 """Who failed first, and the last words of that worker: what a person needs on the last screenful of a failed job.
 
-One worker's failure makes its peers fail with errors that name it (`PeerLost`, `WireTimeout`, `FrameError`,
-`BackwardFailed`), often before the culprit itself has ended (Python may take a second to tear torch down). So:
+One worker's failure makes its peers fail with errors that name it (`PeerLost`, `WireTimeout`, `FrameError`, `BackwardFailed`,
+the `JobError` about a worker that ended before all had met), often before the culprit itself has ended (Python may take a second
+to tear torch down). So:
 
     1. a worker that accuses nobody is the culprit, although its victims ended first;
     2. if all accuse, and all of their fingers point at one worker that has not failed (it is stopped, hangs, sits on another
@@ -28,7 +29,8 @@ _CHAINED = (
 )
 _ACCUSES = re.compile(
     r"^(?:stretto\.errors\.)?(?:PeerLost: rank (\d+) is lost: |WireTimeout: rank (\d+) did not take part in |"
-    r"FrameError: rank (\d+) sent a bad frame: |BackwardFailed: backward ended in an exception on ranks? (\d+)\b)",
+    r"FrameError: rank (\d+) sent a bad frame: |JobError: Rank (\d+) of \d+ \(pid |"
+    r"BackwardFailed: backward ended in an exception on ranks? (\d+)\b)",
     re.MULTILINE,
 )
 _STATES = {

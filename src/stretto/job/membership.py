@@ -1,13 +1,14 @@
 """Who is in the job: the state machine that introduces workers, without a socket, a clock or a thread.
 
     worker -> coordinator      Join, Ask, Leave
+    launcher -> coordinator    Ended (a worker that the others need not wait for)
     coordinator -> worker      Waiting (who is missing), Table (everybody: the job is formed), Refused (why not)
 
 Each method of `Membership` takes one event and the time, and returns what is to be done: `Send` a message, or `Check`
 that an address answers (the answer comes back as `reachable` or `unreachable`). The phases:
 
     FORMING --all joined, all addresses answer--> FORMED --all left--> finished
-       \\--deadline, unreachable address, a worker leaves--> FAILED --all told, or LINGER_S later--> finished
+       \\--deadline, unreachable address, a worker leaves or has ended--> FAILED --all told, or LINGER_S later--> finished
 
 Invariants: a Table goes out only when every rank has joined and every address has answered; all Tables are equal; once
 FAILED, nobody ever gets a Table; a worker that asks for a taken rank is refused and changes nothing for the others.
@@ -26,7 +27,7 @@ import msgspec
 
 from stretto.job.hosts import host_name, is_loopback, split_address
 
-PROTOCOL = 2  # goes in front of every message; raise it when a message changes its meaning
+PROTOCOL = 3  # goes in front of every message; raise it when a message changes its meaning
 LINGER_S = 30.0  # how long a failed job tells latecomers why
 
 
@@ -59,6 +60,7 @@ class Join(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True):
     encrypted: bool  # whether this worker encrypts what it sends to other workers
     token: str  # random, one per attempt: tells a repeated Join from another worker with the same rank
     patience_s: float  # how long this worker can wait for the answer
+    meet_s: float  # how long it was told to wait in all, for messages
     restart: int = 0  # how often its launcher has started it again
 
 
@@ -77,6 +79,17 @@ class Leave(msgspec.Struct, frozen=True, tag="leave", forbid_unknown_fields=True
     pid: int
 
 
+class Ended(msgspec.Struct, frozen=True, tag="ended", forbid_unknown_fields=True):
+    """The process of this worker has ended, says the launcher that started it. It may never have called `stretto.init()`."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int
+    restart: int
+    how: str  # "exited with code 0"
+
+
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
     missing: list[int]
     refused: str = ""  # who was turned away meanwhile: perhaps one of the missing, with another secret
@@ -92,7 +105,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-FromWorker = Join | Ask | Leave
+FromWorker = Join | Ask | Leave | Ended
 FromCoordinator = Waiting | Table | Refused
 
 
@@ -155,6 +168,7 @@ class Membership:
         self.phase = Phase.FORMING
         self._host = host
         self._members: dict[int, _Member] = {}
+        self._ended: dict[int, Ended] = {}  # processes that ended without joining
         self._failure = Refused("job", "")
         self._failed_at = 0.0
         self._told: set[int] = set()  # ranks that know of the failure
@@ -205,6 +219,19 @@ class Membership:
             )
         return []
 
+    def ended(self, message: Ended, now: float) -> list[Action]:
+        """A launcher says that a worker's process has ended. That matters only to those who wait for it: a script in which no
+        worker calls `stretto.init()` is fine, so the job fails when somebody has joined, or as soon as somebody does."""
+        if self.phase is not Phase.FORMING or not 0 <= message.rank < self.world_size:
+            return []
+        member = self._members.get(message.rank)
+        if member is not None and (member.join.host, member.join.pid) == (message.host, message.pid):
+            member.left = True
+            return self._fail_without(message, "before all workers had met", now)
+        if member is None and not self._has_later_attempt(message):
+            self._ended[message.rank] = message
+        return self._fail_if_somebody_waits(now)
+
     def reachable(self, rank: int, token: str) -> list[Action]:
         member = self._members.get(rank)
         if member is None or member.join.token != token or self.phase is not Phase.FORMING:
@@ -230,19 +257,19 @@ class Membership:
     def tick(self, now: float) -> list[Action]:
         if self.phase is not Phase.FORMING or all(now < member.deadline for member in self._members.values()):
             return []
-        waited = min((member.join.patience_s for member in self._members.values()), default=0.0)
+        waited = min((member.join.meet_s for member in self._members.values()), default=0.0)
         if not self.missing:
             slow = [rank for rank, member in self._members.items() if not member.answers]
             return self._fail(
                 "unreachable",
-                f"All {self.world_size} workers are here, but within {waited:.0f} s it could not be checked that the "
+                f"All {self.world_size} workers are here, but within {waited:g} s it could not be checked that the "
                 f"address of {ranks_text(slow)} answers.\n"
                 "Allow more time with --meet-timeout or STRETTO_MEET_TIMEOUT, or look for a firewall between the hosts.",
                 now,
             )
         return self._fail(
             "job",
-            f"{ranks_text(self.missing).capitalize()} of {self.world_size} did not join within {waited:.0f} s; "
+            f"{ranks_text(self.missing).capitalize()} of {self.world_size} did not join within {waited:g} s; "
             f"{ranks_text(sorted(self._members))} waited.\n{what_to_do(self.refusals)}",
             now,
         )
@@ -287,14 +314,33 @@ class Membership:
                 "job are on different hosts"
             )
             return self._fail("unreachable", self._unreachable_text(stranded, why), now)
+        if failed := self._fail_if_somebody_waits(now):
+            return failed
         return [Send(member.sender, self._waiting()), Check(message.rank, message.token, message.address)]
 
     def _forget_former_attempt(self, message: Join) -> None:
         """A launcher that starts a worker again has ended all of its workers before."""
-        first = message.rank - message.local_rank
-        for rank, member in list(self._members.items()):
-            if rank - member.join.local_rank == first and member.join.restart < message.restart:
-                del self._members[rank]
+        self._members = {rank: each for rank, each in self._members.items() if not _precedes(each.join, message)}
+        self._ended = {rank: each for rank, each in self._ended.items() if not _precedes(each, message)}
+        self._ended.pop(message.rank, None)
+
+    def _has_later_attempt(self, message: Ended) -> bool:
+        return any(_precedes(message, member.join) for member in self._members.values())
+
+    def _fail_if_somebody_waits(self, now: float) -> list[Action]:
+        if not self._ended or not self._members:
+            return []
+        return self._fail_without(self._ended[min(self._ended)], "without having called stretto.init()", now)
+
+    def _fail_without(self, message: Ended, when: str, now: float) -> list[Action]:
+        waiting = ranks_text(rank for rank, member in self._members.items() if not member.left)
+        return self._fail(
+            "job",
+            f"Rank {message.rank} of {self.world_size} (pid {message.pid} on host {host_name(message.host)}) {message.how} "
+            f"{when}, so {waiting} would wait for it in vain.\n"
+            f"Read the output of rank {message.rank}, and let every worker of the job call stretto.init(), or none.",
+            now,
+        )
 
     def _fail(self, kind: str, reason: str, now: float) -> list[Action]:
         self.phase = Phase.FAILED
@@ -368,6 +414,12 @@ class Membership:
             "Choose the interface on that host with STRETTO_INTERFACE=name-or-address, or open the port in its "
             "firewall."
         )
+
+
+def _precedes(earlier: Join | Ended, later: Join) -> bool:
+    """Whether `earlier` is of a former attempt of the launcher that has started `later`."""
+    same_launcher = earlier.rank - earlier.local_rank == later.rank - later.local_rank
+    return same_launcher and earlier.restart < later.restart
 
 
 def _on(switch: bool) -> str:

@@ -22,6 +22,7 @@ import typer
 
 from stretto.job.detect import switch
 from stretto.job.launch_plan import trace_folder
+from stretto.job.launch_report import Failure
 from stretto.job.ledger_file import Ledger
 from stretto.job.output import STDOUT, Lines, Screen, prefix_of, wants_colour
 from stretto.lab import control, messages
@@ -215,7 +216,14 @@ def _report(job: Job, traffic: list[Traffic], code: int) -> None:
             _say(f"stretto lab: warning: {said}")
     if job.first_failure is not None:
         how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-        _say(f"stretto lab: host {job.first_failure} failed first ({how}); the others were ended.")
+        _say(f"stretto lab: host {job.first_failure} failed first ({how}){_accusation(job)}; the others were ended.")
+
+
+def _accusation(job: Job) -> str:
+    """Whom the last words of the first that failed blame: one that was stopped, say, has not failed itself."""
+    first = job.processes[job.first_failure or 0]
+    accused = Failure(first.host, 0, first.returncode or 0, 0.0, first.output.encode()).accused
+    return "" if accused is None else f", having lost rank {accused}"
 
 
 def _warnings(traffic: list[Traffic], ledgers: list[Ledger | None]) -> Iterator[str]:

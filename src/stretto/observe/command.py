@@ -12,6 +12,8 @@ from rich.table import Table
 from stretto.errors import ConfigurationError
 from stretto.observe.merge import Total, merge, missing_ranks, read, total
 
+MORE_THAN_ANY_TABLE = 400
+
 
 def show_trace(folder: Path, output: Path | None) -> None:
     files = read(folder)
@@ -20,7 +22,8 @@ def show_trace(folder: Path, output: Path | None) -> None:
         target.write_bytes(merge(files))
     except OSError as problem:
         raise ConfigurationError(f"{target} cannot be written ({problem.strerror}). Name another file with -o FILE.") from problem
-    console = Console(file=sys.stdout, highlight=False)
+    # The table is as wide as its contents. Told the width of the terminal (80 in a pipe), rich would cut words and numbers off.
+    console = Console(file=sys.stdout, highlight=False, width=MORE_THAN_ANY_TABLE)
     console.print(_table([total(file) for file in files]))
     for rank in missing_ranks(files):
         console.print(f"rank {rank} left no trace: it was killed, or is still running")
@@ -28,18 +31,31 @@ def show_trace(folder: Path, output: Path | None) -> None:
 
 
 def _table(totals: list[Total]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("rank", "start-up", "training", "computing", "waiting", "sent", "received", "dropped spans"):
+    """At most 80 columns for what is usual."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    for name in ("rank", "start-up", "start-up\nsent", "training", "compute", "wait", "sent", "received", "dropped"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in totals:
         table.add_row(
             str(each.rank),
             f"{each.start_up_s:.2f} s",
+            _size(each.start_up_bytes),
             f"{each.training_s:.2f} s",
             f"{each.computed:.0%}",
             f"{each.waited:.0%}",
-            f"{each.bytes_sent / 1e6:,.2f} MB",
-            f"{each.bytes_received / 1e6:,.2f} MB",
+            _size(each.bytes_sent),
+            _size(each.bytes_received),
             str(each.num_dropped),
         )
     return table
+
+
+def _size(num_bytes: int) -> str:
+    """Three digits and a unit: `0 B`, `1.20 KB`, `112 MB`."""
+    size = float(num_bytes)
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if size < 999.5 or unit == "TB":
+            break
+        size /= 1000
+    digits = 0 if unit == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
+    return f"{size:,.{digits}f} {unit}"

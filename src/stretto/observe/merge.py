@@ -6,6 +6,7 @@ begins at 0.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,10 +41,11 @@ class TraceFile(msgspec.Struct):
 class Total(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's trace in numbers. `training_s` is from its first forward to its last span (without a model: all of it) and
     `start_up_s` what was before, when links were measured and weights sent. `waited` and `computed` are shares of
-    `training_s`; bytes are those of the whole trace."""
+    `training_s`, and bytes are those of the training; `start_up_bytes` is what was sent before."""
 
     rank: int
     start_up_s: float
+    start_up_bytes: int
     training_s: float
     computed: float
     waited: float
@@ -106,11 +108,12 @@ def total(file: TraceFile) -> Total:
     return Total(
         rank=file.otherData.rank,
         start_up_s=(begin - first) / 1e6,
+        start_up_bytes=_bytes_of(spans, "send", until=begin),
         training_s=(end - begin) / 1e6,
         computed=_time_in(spans, COMPUTE, begin) / max(end - begin, 1e-9),
         waited=_time_in(spans, ("wait",), begin) / max(end - begin, 1e-9),
-        bytes_sent=_bytes_of(spans, "send"),
-        bytes_received=_bytes_of(spans, "receive"),
+        bytes_sent=_bytes_of(spans, "send", since=begin),
+        bytes_received=_bytes_of(spans, "receive", since=begin),
         num_dropped=file.otherData.num_dropped,
     )
 
@@ -125,5 +128,6 @@ def _time_in(spans: Sequence[Event], categories: tuple[str, ...], since: float) 
     return covered
 
 
-def _bytes_of(spans: Sequence[Event], category: str) -> int:
-    return sum(int(span.args.get("bytes", 0)) for span in spans if span.cat == category)
+def _bytes_of(spans: Sequence[Event], category: str, since: float = -math.inf, until: float = math.inf) -> int:
+    """Of the spans that began in this time."""
+    return sum(int(span.args.get("bytes", 0)) for span in spans if span.cat == category and since <= span.ts < until)

@@ -483,9 +483,11 @@ class TcpWire(FramedWire):
         if self._is_alive(connection):
             if not connection.warned:
                 connection.warned = True
+                # In another PID namespace or on another host, the pid would be that of some other process.
+                process = f"its process {connection.pid}" if connection.near else "its process"
                 log.warning(
-                    "rank %d: rank %d has been silent for %.0f s, but its process %d is running: it seems to hold the "
-                    "interpreter lock", self.rank, connection.rank, connection.silent_s, connection.pid,
+                    "rank %d: rank %d has been silent for %.0f s, but %s is running: it seems to hold the interpreter lock",
+                    self.rank, connection.rank, connection.silent_s, process,
                 )  # fmt: skip
             return
         self._lose(
