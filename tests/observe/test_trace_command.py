@@ -10,13 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-<<<<<<< HEAD
 from preloaded import Preloaded
-=======
 from stretto.observe.command import show_trace
 from stretto.observe.merge import Event, TraceFile
 from stretto.observe.trace import About
->>>>>>> job2
 
 LIMIT_S = 110
 SCRIPT = """
@@ -66,9 +63,6 @@ def test_a_traced_job_leaves_the_files_of_all_ranks_even_if_it_fails_and_they_be
     assert offsets == [0, 0]  # workers of one machine share a clock, and barriers do not contradict it
 
 
-<<<<<<< HEAD
-def test_a_folder_that_cannot_be_or_holds_nothing_is_said_at_once(tmp_path: Path, preloaded: Preloaded) -> None:
-=======
 def test_the_table_is_whole_in_80_columns_and_also_where_less_is_offered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,8 +90,7 @@ def test_the_table_is_whole_in_80_columns_and_also_where_less_is_offered(
     assert "…" not in "".join(lines)
 
 
-def test_a_folder_that_cannot_be_or_holds_nothing_is_said_at_once(tmp_path: Path) -> None:
->>>>>>> job2
+def test_a_folder_that_cannot_be_or_holds_nothing_is_said_at_once(tmp_path: Path, preloaded: Preloaded) -> None:
     (tmp_path / "file").touch()
     for arguments, said in (
         (("run", "--trace", "file", "train.py"), "--trace file"),
