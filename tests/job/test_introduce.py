@@ -309,6 +309,27 @@ def test_another_program_at_the_rendezvous_is_not_taken_for_a_coordinator() -> N
         assert served.result(5) > 0
 
 
+def test_somebody_who_drips_at_the_rendezvous_is_listened_to_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(introduce_module, "GREETING_S", 0.3)
+    over, dripped = threading.Event(), []
+
+    def drip(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            while len(dripped) < 31 and not over.wait(0.05):
+                connection.sendall(b"x")
+                dripped.append(b"x")
+
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as server:
+        dripping = pool.submit(drip, server)
+        launch = launch_of(0, 2, f"127.0.0.1:{server.getsockname()[1]}")
+        assert introduce_module._speaks_curve(launch) is None
+        over.set()
+        with contextlib.suppress(OSError):
+            dripping.result(30)
+        assert 0 < len(dripped) < 31
+
+
 def test_workers_that_come_before_the_coordinator_wait_for_it() -> None:
     with a_dead_port() as dead:
         port = dead.rpartition(":")[2]

@@ -60,6 +60,7 @@ FIRST_WORD_S = 3.0  # silence is fine that long
 NEXT_WORD_S = 15.0
 GOODBYE_S = 1.0
 HANDSHAKE_S = 5.0
+GREETING_S = 2.0
 REFUSED_S = 2.0  # handshakes that fail for a shorter time may be due to strangers that crowd the coordinator: try again
 BYTES_FOR_ALL, BYTES_FOR_EACH = 64 << 10, 1 << 10  # what a table may have: an entry has some 150 bytes
 
@@ -365,11 +366,17 @@ def _speaks_curve(launch: Launch) -> bool | None:
     # Signature and version only: that makes the other side speak, and it cannot yet hang up over a different mechanism.
     greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01"
     try:
-        with socket.create_connection(split_address(launch.rendezvous), timeout=2.0) as probe:
+        deadline = time.monotonic() + GREETING_S  # for all of it, or somebody who drips would hold us for long
+        with socket.create_connection(split_address(launch.rendezvous), timeout=GREETING_S) as probe:
             probe.sendall(greeting)
             answer = b""
-            while len(answer) < 32 and (chunk := probe.recv(64)):
+            while len(answer) < 32 and (remaining := deadline - time.monotonic()) > 0:
+                probe.settimeout(remaining)
+                if not (chunk := probe.recv(64)):
+                    break
                 answer += chunk
+            if len(answer) < 32 and time.monotonic() >= deadline:
+                return None
     except OSError:  # also one that says nothing for too long: it may be busy
         return None
     return len(answer) >= 32 and answer[0] == 0xFF and answer[9] == 0x7F and answer[12:32].rstrip(b"\0") == MECHANISM
