@@ -42,7 +42,15 @@ class Doorstep:
         self._leaving.discard(descriptor)
         self._waiting.pop(descriptor, None)  # so that the order is that of the connections, not of the numbers
         self._waiting[descriptor] = _look_at(descriptor)
-        while len(self._waiting) > self.limit:
+        self._keep(self.limit)
+
+    def close(self) -> None:
+        """Nobody is wanted any more: those that wait are sent away."""
+        self.limit = 0
+        self._keep(0)
+
+    def _keep(self, most: int) -> None:
+        while len(self._waiting) > most:
             oldest = next(iter(self._waiting))
             self._hang_up(oldest, self._waiting.pop(oldest))
 
