@@ -129,7 +129,7 @@ def test_a_message_over_the_limit_is_not_let_in_and_its_sender_is_lost() -> None
             assert caught.value.rank == ROGUE
 
         assert peak_memory_grows_by(hear) < 64 << 20
-        assert "its connection broke" in wires[0].lost[ROGUE].reason  # and nobody looked at what it had sent
+        assert "its connection closed" in wires[0].lost[ROGUE].reason  # and nobody looked at what it had sent
 
 
 def test_messages_longer_than_a_part_arrive_in_one_piece() -> None:
@@ -375,6 +375,7 @@ def test_sends_under_way_to_a_peer_that_dies_end_with_an_error() -> None:
         with pytest.raises(WireError) as caught:
             wait_for(wires[0], sent)
         assert isinstance(caught.value, PeerLost) and caught.value.rank == 1
+        assert "its connection closed without a goodbye" in str(caught.value)  # a moment ago it spoke: it was not silent
         progress_until(wires[0], lambda: 1 in wires[0].lost, "the loss")
 
 

@@ -69,6 +69,7 @@ class _Connection(Connection):
         self.connected = False
         self.welcome = False  # it has read our greeting, so strangers cannot push our connection off its doorstep any more
         self.told = False  # that it is welcome here, on this connection
+        self.heard_at = float("-inf")  # when its last message was read; heartbeats are for ZeroMQ alone
         self.hung_up = 0  # handshakes that it broke off
         self.unacknowledged: dict[int, Handle] = {}
 
@@ -309,6 +310,7 @@ class ZeroMQWire(FramedWire):
         except ValueError as problem:
             self._lose(source, f"it sent a bad frame: {problem}")
             return
+        self._connections[source].heard_at = self.now()
         if header.kind == FrameKind.BULK and header.number:
             self._owe_ack(self._connections[source], header.number)  # it is here: the sender's memory is free
         self._dispatch(source, header, _payload(head, parts))
@@ -342,11 +344,17 @@ class ZeroMQWire(FramedWire):
         for rank, due in list(self._suspects.items()):
             if self.now() >= due:
                 del self._suspects[rank]
-                self._lose(
-                    rank,
-                    f"its connection broke or was silent for {self.timeouts.silence_s:g} s "
-                    f"(process killed or stopped, host or network down)",
-                )
+                self._lose(rank, self._why_disconnected(self._connections[rank]))
+
+    def _why_disconnected(self, connection: _Connection) -> str:
+        """ZeroMQ does not say who closed a connection. It does so itself only after `silence_s` without a byte, so if a message
+        has come since, it was the other side. Of a peer that had nothing to say for that long we cannot tell."""
+        if self.now() - connection.heard_at < self.timeouts.silence_s:
+            return "its connection closed without a goodbye (its process ended or was killed)"
+        return (
+            f"its connection broke or was silent for {self.timeouts.silence_s:g} s "
+            f"(process killed or stopped, host or network down)"
+        )
 
     def _weigh(self, event: Event) -> None:
         if event.rank == LISTENER:
