@@ -311,7 +311,8 @@ def test_another_program_at_the_rendezvous_is_not_taken_for_a_coordinator() -> N
 
 def test_somebody_who_drips_at_the_rendezvous_is_listened_to_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(introduce_module, "GREETING_S", 0.3)
-    over, dripped = threading.Event(), []
+    over = threading.Event()
+    dripped: list[bytes] = []
 
     def drip(server: socket.socket) -> None:
         connection, _ = server.accept()

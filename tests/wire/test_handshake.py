@@ -203,7 +203,8 @@ def test_who_goes_away_without_a_word_is_a_probe_and_who_breaks_off_is_not() -> 
 
 def test_a_peer_that_drips_does_not_hold_anybody_beyond_one_timeout() -> None:
     with pair() as (ours, theirs):
-        dripped, over = [], threading.Event()
+        dripped: list[bytes] = []
+        over = threading.Event()
 
         def drip() -> None:
             while len(dripped) < NONCE_BYTES + PROOF_BYTES - 1 and not over.wait(0.05):

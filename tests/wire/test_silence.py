@@ -21,6 +21,7 @@ from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
 from stretto.wire import pulse as pulse_module
 from stretto.wire.base import Tag
+from stretto.wire.door import MAX_STRANGERS
 from stretto.wire.framed import FramedWire
 from stretto.wire.tcp import TcpWire
 from wire.cable import Cable
@@ -124,14 +125,16 @@ def test_strangers_at_the_port_of_a_pulse_are_few_and_gone_when_the_workers_have
             for _ in range(100):
                 crowd.append(socket.create_connection(("127.0.0.1", int(first.greeting)), timeout=30))
                 crowd[-1].setblocking(False)
-            most = pulse_module.MAX_STRANGERS + 1
+            most = MAX_STRANGERS + 1
             wait_until(lambda: first._doorstep.sent_away == 100 - most, "strangers that are sent away")
             second.meet({0: pulse_module.Acquaintance("127.0.0.1:1", first.greeting)}, deadline)
         assert first.silent_s(1) < math.inf and second.silent_s(0) < math.inf
         wait_until(lambda: not any(map(is_open, crowd)), "the end of the strangers")
     finally:
-        for each in (*crowd, first, second):
-            each.close()
+        for stranger in crowd:
+            stranger.close()
+        first.close()
+        second.close()
 
 
 # The pulse: a process of its own, for what matters is who runs and who does not.
