@@ -4,7 +4,8 @@ Keeps so many connections to ADDRESS open, none of which knows the job's secret,
 closed, at most RATE a second. It prints a line once it has tried as often as it wants connections, and runs until it is killed.
 
     idle        says nothing
-    announce    speaks ZeroMQ's protocol, and announces and sends a message as long as a worker's longest
+    announce    speaks ZeroMQ's protocol, and announces and sends nearly as much as a worker of a small job lets a stranger send
+    announce16k the same with 16 KiB, which the coordinator lets through as well
     garbage     speaks another protocol
 """
 
@@ -18,9 +19,18 @@ import sys
 import time
 
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
-MESSAGE_BYTES = 2 << 20
-LONG_COMMAND = b"\x06" + MESSAGE_BYTES.to_bytes(8, "big") + bytes(MESSAGE_BYTES - 1)
-WORDS = {"idle": b"", "announce": GREETING + LONG_COMMAND, "garbage": b"GET / HTTP/1.0\r\n\r\n" * 9}
+
+
+def command(num_bytes: int) -> bytes:
+    return GREETING + b"\x06" + num_bytes.to_bytes(8, "big") + bytes(num_bytes - 1)
+
+
+WORDS = {
+    "idle": b"",
+    "announce": command(512 << 10),
+    "announce16k": command(16 << 10),
+    "garbage": b"GET / HTTP/1.0\r\n\r\n" * 9,
+}
 
 
 def main(address: str, kind: str, connections: int, rate: float) -> None:

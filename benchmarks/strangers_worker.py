@@ -35,6 +35,7 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[int, list[float]]  # phase -> of each step
     peak_bytes: dict[int, int]  # phase -> most resident memory
+    peaks_are_of_phases: bool = True  # False: the kernel does not let us forget a peak, so each is the most since the start
     error: str = ""
 
 
@@ -53,7 +54,8 @@ def main(folder: Path, backend: str, doing: str) -> None:
             stretto.shutdown()  # whoever is a little behind is not to take this end for a loss
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}"
-    put(folder / f"report{rank}", Report(seconds=seconds, peak_bytes=peaks, error=error))
+    told_apart = _forget_peak()
+    put(folder / f"report{rank}", Report(seconds=seconds, peak_bytes=peaks, peaks_are_of_phases=told_apart, error=error))
     os._exit(bool(error))  # gloo may wait for long in its own end
 
 
@@ -88,16 +90,23 @@ def _repeat(
         seconds.setdefault(phase, []).append(took)
         before, phase = phase, int(tensor[-1])
         if phase != before:
-            peaks[before] = _peak_bytes()
+            peaks[before] = max(peaks.get(before, 0), _peak_bytes())
 
 
 def _peak_bytes() -> int:
     """Most resident memory since the last call."""
     lines = Path("/proc/self/status").read_text().splitlines()
     peak = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+    _forget_peak()
     return peak
+
+
+def _forget_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def read_phase(folder: Path) -> int:

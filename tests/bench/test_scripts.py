@@ -51,3 +51,24 @@ def test_no_rounds_are_nothing_to_report(name: str, monkeypatch: pytest.MonkeyPa
 def test_a_codec_that_has_no_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="Int9: there is no such row. Write some of Float16,"):
         script_of("compress_step", monkeypatch).main(["--codecs", "Int8,Int9"])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_strangers_are_judged_against_quiet_and_against_strangers_elsewhere(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = script_of("strangers", monkeypatch)
+
+    def case(kind: str, peaks: dict[int, int]) -> object:
+        seconds = {script.QUIET: [1.0], script.ELSEWHERE: [2.0], script.FLOODED: [3.0]}
+        worker = script.Worker(seconds=seconds, peak_bytes=peaks, peaks_are_of_phases=known)
+        return script.Flood(wire="plain", kind=kind, formed_s=1.0, coordinator_bytes=0, workers=[worker], goes_on=True)
+
+    quiet = case("none", {script.FORMING: 0, script.QUIET: 0, script.FLOODED: 0})
+    flooded = case("idle", {script.FORMING: 65 << 20, script.QUIET: 10 << 20, script.FLOODED: 11 << 20})
+    rows = "\n".join(script.flood_claims(flooded, quiet))
+    assert "x without strangers, at most | 2 | 3.00 | **missed**" in rows
+    assert "x with strangers elsewhere, at most | 2 | 1.50 | met" in rows
+    if known:
+        assert "until the job has formed, at most | 64 MB | +68.2 MB | **missed**" in rows
+        assert "of a running job, at most | 64 MB | +1.0 MB | met" in rows
+    else:
+        assert rows.count("not judged") == 2

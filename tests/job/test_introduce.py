@@ -365,6 +365,48 @@ def test_something_that_accepts_and_does_not_greet_is_waited_for_and_spoken_of(
     assert said and said[0].endswith("something accepts connections there but does not greet")
 
 
+def test_somebody_who_drips_at_the_rendezvous_is_listened_to_for_a_bounded_time() -> None:
+    over = threading.Event()
+    dripped: list[bytes] = []
+
+    def drip(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            while len(dripped) < 31 and not over.wait(0.05):
+                connection.sendall(b"\xff")  # as a coordinator begins
+                dripped.append(b"\xff")
+
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as server:
+        dripping = pool.submit(drip, server)
+        assert greeting.knock(f"127.0.0.1:{server.getsockname()[1]}", 0.3).who is greeting.Who.SILENT
+        over.set()
+        with contextlib.suppress(OSError):
+            dripping.result(30)
+        assert 0 < len(dripped) < 31
+
+
+def test_a_value_in_torchruns_store_that_is_too_long_is_not_decoded() -> None:
+    class Store:
+        def __init__(self, value: bytes) -> None:
+            self.values = [value + b" " * settle_module.MAX_BYTES, value]
+            self.read = 0
+
+        def check(self, keys: list[str]) -> bool:
+            return True
+
+        def get(self, key: str) -> bytes:
+            self.read += 1
+            return self.values[min(self.read, len(self.values)) - 1]
+
+        def set(self, key: str, value: str) -> None:
+            assert key == "key/read/1"
+
+    with listener() as address:
+        store = Store(msgspec.json.encode(settle_module._Meeting(address, True, "")))
+        learned = settle_module._learn(launch_of(1, 2, ""), store, "key", time.monotonic() + 30)  # type: ignore[arg-type]
+    assert learned.rendezvous == address and store.read == 2
+
+
 def test_workers_that_come_before_the_coordinator_wait_for_it() -> None:
     with a_dead_port() as dead:
         port = dead.rpartition(":")[2]

@@ -201,6 +201,25 @@ def test_who_goes_away_without_a_word_is_a_probe_and_who_breaks_off_is_not() -> 
             welcome(ours, KEY, 3, 0)
 
 
+def test_a_peer_that_drips_does_not_hold_anybody_beyond_one_timeout() -> None:
+    with pair() as (ours, theirs):
+        dripped: list[bytes] = []
+        over = threading.Event()
+
+        def drip() -> None:
+            while len(dripped) < NONCE_BYTES + PROOF_BYTES - 1 and not over.wait(0.05):
+                ours.sendall(b"x")
+                dripped.append(b"x")
+
+        dripper = Side(drip)
+        theirs.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            introduce_ourselves(theirs, KEY, 3, 1, 0)
+        over.set()
+        assert dripper.wait().error is None
+        assert 0 < len(dripped) < NONCE_BYTES + PROOF_BYTES - 1 and theirs.gettimeout() == 0.3
+
+
 def test_who_says_nothing_and_stays_does_not_hold_anybody_for_ever() -> None:
     with pair() as (ours, theirs):
         ours.settimeout(0.1)

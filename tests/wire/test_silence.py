@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,11 +21,12 @@ from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
 from stretto.wire import pulse as pulse_module
 from stretto.wire.base import Tag
+from stretto.wire.door import MAX_STRANGERS
 from stretto.wire.framed import FramedWire
 from stretto.wire.tcp import TcpWire
 from wire.cable import Cable
 from wire.contract import exchange_once, progress_until, receive
-from wire.socket_world import NONCE, Make, peer_of, socket_world, tcp, wait_until, wires_of, zeromq
+from wire.socket_world import NONCE, Make, background, peer_of, socket_world, tcp, wait_until, wires_of, zeromq
 
 SILENCE_S = 1.0
 TIMES = Timeouts(connect_s=40, silence_s=SILENCE_S, arrive_s=40, leave_s=1)
@@ -99,6 +101,40 @@ def test_a_worker_that_was_stopped_itself_does_not_take_the_others_for_dead() ->
 
         start = time.monotonic()
         run_threads(2, program, wires=wires)
+
+
+def is_open(connection: socket.socket) -> bool:
+    try:
+        while connection.recv(4096):  # ZeroMQ's greeting
+            pass
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        pass
+    return False
+
+
+def test_strangers_at_the_port_of_a_pulse_are_few_and_gone_when_the_workers_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse_module, "HANDSHAKE_S", 60.0)  # ZeroMQ itself ends none of them
+    monkeypatch.setattr(pulse_module, "MEET_S", 60.0)
+    first, second = (pulse_module.Pulse(rank, "127.0.0.1", bytes(32), silence_s=1.0) for rank in range(2))
+    crowd: list[socket.socket] = []
+    deadline = time.monotonic() + 60
+    try:
+        with background(lambda: first.meet({1: pulse_module.Acquaintance("127.0.0.1:1", second.greeting)}, deadline)):
+            for _ in range(100):
+                crowd.append(socket.create_connection(("127.0.0.1", int(first.greeting)), timeout=30))
+                crowd[-1].setblocking(False)
+            most = MAX_STRANGERS + 1
+            wait_until(lambda: first._doorstep.sent_away == 100 - most, "strangers that are sent away")
+            second.meet({0: pulse_module.Acquaintance("127.0.0.1:1", first.greeting)}, deadline)
+        assert first.silent_s(1) < math.inf and second.silent_s(0) < math.inf
+        wait_until(lambda: not any(map(is_open, crowd)), "the end of the strangers")
+    finally:
+        for stranger in crowd:
+            stranger.close()
+        first.close()
+        second.close()
 
 
 # The pulse: a process of its own, for what matters is who runs and who does not.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -15,6 +16,7 @@ from stretto.job.membership import Peer
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Tag, Wire
+from stretto.wire.door import HANDSHAKE_S
 from stretto.wire.framed import FramedWire
 from stretto.wire.tcp import TcpWire
 from wire.contract import Meeting, WireContract, exchange_once, progress_until, receive
@@ -236,6 +238,21 @@ def test_a_peer_that_does_not_connect_is_named_at_the_deadline() -> None:
         absent = Peer(1, 1, "here", "{}:{}".format(*idle.getsockname()), os.getpid())
         with pytest.raises(UnreachableError, match=f"rank 0 could not reach rank 1 at {absent.address} within 0.5 s"):
             wires[0].connect([peer_of(wires[0]), absent], NONCE)
+
+
+def test_a_peer_that_does_not_answer_is_named_at_the_deadline() -> None:
+    """Not only when the handshake with it has taken all the time that a handshake may take."""
+    quick = Timeouts(connect_s=0.3, silence_s=5)
+
+    def make(rank: int, size: int) -> TcpWire:
+        return TcpWire(1, 2, secret=SECRET, timeouts=quick)
+
+    with wires_of(1, make) as wires, socket.create_server(("127.0.0.1", 0)) as idle:
+        mute = Peer(0, 0, "here", "{}:{}".format(*idle.getsockname()), os.getpid())
+        started = time.monotonic()
+        with pytest.raises(UnreachableError, match=f"rank 1 could not reach rank 0 at {mute.address} within 0.3 s"):
+            wires[0].connect([mute, peer_of(wires[0])], NONCE)
+        assert time.monotonic() - started < HANDSHAKE_S - 1
 
 
 def test_a_peer_that_has_already_left_does_not_keep_others_from_forming_the_job() -> None:

@@ -35,21 +35,33 @@ class Doorstep:
         self.limit = limit
         self.sent_away = 0
         self._waiting: dict[int, _Accepted] = {}  # descriptor -> connection, in the order in which they came
+        self._leaving: set[int] = set()  # descriptors that were shut down, and that ZeroMQ has not closed yet
 
     def came(self, descriptor: int) -> None:
         """ZeroMQ has accepted a connection."""
+        self._leaving.discard(descriptor)
         self._waiting.pop(descriptor, None)  # so that the order is that of the connections, not of the numbers
         self._waiting[descriptor] = _look_at(descriptor)
-        while len(self._waiting) > self.limit:
+        self._keep(self.limit)
+
+    def close(self) -> None:
+        """Nobody is wanted any more: those that wait are sent away."""
+        self.limit = 0
+        self._keep(0)
+
+    def _keep(self, most: int) -> None:
+        while len(self._waiting) > most:
             oldest = next(iter(self._waiting))
             self._hang_up(oldest, self._waiting.pop(oldest))
 
-    def admitted(self, descriptor: int) -> None:
-        """A message has come over it."""
+    def admitted(self, descriptor: int) -> bool:
+        """A message has come over it. False if it has been sent away meanwhile."""
         self._waiting.pop(descriptor, None)
+        return descriptor not in self._leaving
 
     def left(self, descriptor: int) -> str:
         """ZeroMQ has closed it; from where it had come."""
+        self._leaving.discard(descriptor)
         known = self._waiting.pop(descriptor, None)
         return UNKNOWN if known is None else known.address
 
@@ -57,6 +69,7 @@ class Doorstep:
         self.sent_away += 1
         with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
             if known.remote is not None and connection.getpeername() == known.remote:
+                self._leaving.add(descriptor)
                 connection.shutdown(socket.SHUT_RDWR)
 
 

@@ -252,11 +252,20 @@ def _wait_for_readers(launch: Launch, store: TCPStore, key: str, deadline: float
 
 
 def _learn(launch: Launch, store: TCPStore, key: str, deadline: float) -> Launch:
+    """Wait until rank 0 has said where its coordinator listens.
+
+    torch's store has no way to ask how long a value is or to read a part of it, so whoever can write to it can make us read a
+    value of any length. What is longer than `MAX_BYTES` is thrown away undecoded; the store itself has to be kept from strangers.
+    """
+
     def read() -> _Meeting | None:
         if not store.check([key]):
             return None
         try:
-            found = msgspec.json.decode(store.get(key), type=_Meeting)
+            value = store.get(key)
+            if len(value) > MAX_BYTES:
+                return None
+            found = msgspec.json.decode(value, type=_Meeting)
         except msgspec.MsgspecError:
             return None  # a stranger's; rank 0 may still come
         # The agent's store outlives a restart of the workers: an address that does not answer is of the last

@@ -17,6 +17,7 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 
 from stretto.errors import SecretError
 from stretto.job.secret import derive
@@ -25,6 +26,7 @@ HELLO = struct.Struct("<8sIII16s")
 MAGIC = b"stretto1"
 NONCE_BYTES = 16
 PROOF_BYTES = 32
+MIN_WAIT_S = 0.001  # a timeout of 0 would mean not to wait at all, with another error
 
 
 class Stranger(Exception):
@@ -40,8 +42,9 @@ def handshake_key(secret: bytes) -> bytes:
 
 
 def introduce_ourselves(connection: socket.socket, key: bytes, generation: int, rank: int, to: int) -> None:
-    """The connector's side. The socket must have a timeout. Raises SecretError when the other side's proof is wrong, OSError
-    when it hangs up or says nothing: it may be crowded by strangers, or not know the key yet. Then it is worth trying again."""
+    """The connector's side, which is over within the socket's timeout. Raises SecretError when the other side's proof is wrong,
+    OSError when it hangs up or does not answer in time: it may be crowded by strangers, or not know the key yet. Then it is
+    worth trying again."""
     hello = HELLO.pack(MAGIC, generation, rank, to, secrets.token_bytes(NONCE_BYTES))
     connection.sendall(hello)
     answer = receive_exactly(connection, NONCE_BYTES + PROOF_BYTES)
@@ -55,13 +58,23 @@ def introduce_ourselves(connection: socket.socket, key: bytes, generation: int, 
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or ConnectionAbortedError if the other side hangs up before."""
+    """So many bytes; ConnectionAbortedError if the other side hangs up before, TimeoutError if they are not all here within the
+    socket's timeout. (The socket itself allows that time for every byte, and so could be held by a peer that drips.)"""
+    timeout_s = connection.gettimeout()
+    assert timeout_s, "a handshake needs a socket with a timeout"
+    deadline = time.monotonic() + timeout_s
     parts = bytearray()
-    while len(parts) < num_bytes:
-        part = connection.recv(num_bytes - len(parts))
-        if not part:
-            raise ConnectionAbortedError(errno.ECONNABORTED, "it hung up in the middle of the handshake")
-        parts += part
+    try:
+        while len(parts) < num_bytes:
+            connection.settimeout(max(MIN_WAIT_S, deadline - time.monotonic()))
+            part = connection.recv(num_bytes - len(parts))
+            if not part:
+                raise ConnectionAbortedError(errno.ECONNABORTED, "it hung up in the middle of the handshake")
+            parts += part
+            if len(parts) < num_bytes and time.monotonic() >= deadline:
+                raise TimeoutError(errno.ETIMEDOUT, f"{len(parts)} of {num_bytes} bytes came within {timeout_s:g} s")
+    finally:
+        connection.settimeout(timeout_s)
     return bytes(parts)
 
 

@@ -10,7 +10,9 @@ call for a peer that has been silent on its main connection, and two packets a p
 
 The higher rank connects to a port that the lower one has named in its greeting; the connection is secured with the job's keys,
 and the port is hidden when all have come (where the kernel cannot do that, before 5.7, there are no pulses). A pair that does
-not manage to connect has no pulse, and the main connection's silence decides alone.
+not manage to connect has no pulse, and the main connection's silence decides alone. ZeroMQ accepts connections only while the
+workers meet, and keeps a bounded number of those that have said nothing yet (`doorstep.py`); before and afterwards the kernel's
+queue holds `BACKLOG` of them.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ from typing import Final, NamedTuple
 
 import zmq
 
+from stretto.job.doorstep import Doorstep
 from stretto.job.hosts import join_address, split_address
+from stretto.job.monitor import next_report, open_monitor
 from stretto.job.zap import ZapHandler, secure_client, secure_server
-from stretto.wire.door import HANDSHAKE_S, hide, listen
+from stretto.wire.door import HANDSHAKE_S, MAX_STRANGERS, hide, listen
 
 BEATS: Final = 10  # heartbeats within `silence_s`
 MEET_S: Final = 5.0
+BACKLOG: Final = 128  # connections that the kernel keeps for ZeroMQ; the others try again
 MAX_MESSAGE_BYTES: Final = 1024  # ZeroMQ's own handshake; ours has 4
 MAX_ZEROS: Final = 4
 RANK: Final = struct.Struct("<I")
@@ -64,12 +69,13 @@ class Pulse:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zap = ZapHandler(self._context, secret)
         self._listener = listen(rank, host, 0)
-        self._host, port = self._listener.getsockname()[:2]
-        self.greeting = str(port).encode()
+        self._listener.listen(BACKLOG)
+        self._host, self._port = self._listener.getsockname()[:2]
+        self.greeting = str(self._port).encode()
         self._router = self._socket(zmq.ROUTER)
         secure_server(self._router, secret)
-        self._router.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))  # ZeroMQ closes what it was given
-        self._router.bind(f"tcp://{join_address(self._host, port)}")
+        self._doorstep = Doorstep(MAX_STRANGERS)
+        self._monitor = open_monitor(self._router, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
@@ -86,9 +92,12 @@ class Pulse:
     def meet(self, peers: Mapping[int, Acquaintance], deadline: float) -> None:
         """Connect to these peers, all of which do the same now."""
         awaited = set(peers)
+        self._doorstep.limit = MAX_STRANGERS + len(peers)
+        self._router.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))  # ZeroMQ closes what it was given
+        self._router.bind(f"tcp://{join_address(self._host, self._port)}")
         poller = zmq.Poller()
-        poller.register(self._zap.socket, zmq.POLLIN)
-        poller.register(self._router, zmq.POLLIN)
+        for source in (self._zap.socket, self._router, self._monitor):
+            poller.register(source, zmq.POLLIN)
         for rank, peer in peers.items():
             if rank < self._rank:
                 poller.register(self._call(rank, peer), zmq.POLLIN)
@@ -96,14 +105,17 @@ class Pulse:
         deadline = min(deadline, time.monotonic() + MEET_S)
         while awaited and (remaining := deadline - time.monotonic()) > 0:
             for ready, _ in poller.poll(int(remaining * 1000) + 1):
+                self._look_at_the_door()
                 if ready is self._zap.socket:
                     self._zap.handle()
                 elif ready is self._router:
                     awaited.discard(self._answer())
-                else:
+                elif ready in callers:
                     self._keep(callers[ready], ready.recv(copy=False))
                     awaited.discard(callers[ready])
         hide(self._listener)
+        self._look_at_the_door()
+        self._doorstep.close()
         if awaited:
             log.warning(
                 "rank %d has no second connection to rank %d for heartbeats: either of them that holds the interpreter lock for "
@@ -121,8 +133,16 @@ class Pulse:
             dealer.send(b"here")
         return dealer
 
+    def _look_at_the_door(self) -> None:
+        while (report := next_report(self._monitor)) is not None:
+            if report.event == zmq.EVENT_ACCEPTED:
+                self._doorstep.came(report.value)
+            elif report.event == zmq.EVENT_DISCONNECTED:
+                self._doorstep.left(report.value)
+
     def _answer(self) -> int:
         identity, *parts = self._router.recv_multipart(copy=False)
+        self._doorstep.admitted(int(identity.get(zmq.SRCFD)))
         if len(identity.bytes) != RANK.size or not parts:
             return -1
         (rank,) = RANK.unpack(identity.bytes)
@@ -160,6 +180,8 @@ class Pulse:
     def close(self) -> None:
         for rank in {*self._ends, *self._dealers}:
             self.forget(rank)
+        self._router.disable_monitor()
+        self._monitor.close(0)
         self._router.close(0)
         self._zap.close()
         self._context.term()

@@ -160,7 +160,8 @@ class TcpWire(FramedWire):
     def _dial(self, peer: Peer, key: bytes, deadline: float) -> socket.socket:
         while True:
             try:
-                connection = socket.create_connection(split_address(peer.address), timeout=HANDSHAKE_S)
+                patience_s = min(HANDSHAKE_S, max(RETRY_S, deadline - self.now()))
+                connection = socket.create_connection(split_address(peer.address), timeout=patience_s)
                 try:
                     introduce_ourselves(connection, key, self._generation, self.rank, peer.rank)
                     return connection

@@ -15,8 +15,11 @@ survives.
 
 Security. CURVE: server and client keys by HKDF from the job's secret, so who lacks the secret cannot finish the handshake. Until
 the workers know each other the port is in the hands of `door.py`, which lets nobody in. ZeroMQ listens there from then on until
-all are connected, a fraction of a second as a rule; after that nobody can connect. In between the number of connections that
-have not finished a handshake is bounded (`doorstep.py`), and so is the message that each of them may announce.
+all are connected, a fraction of a second as a rule; after that nobody can connect. In between the number of connections over
+which nothing has come yet is bounded (`doorstep.py`), and so is the part of a message that each of them may announce and send.
+ZeroMQ has one limit for the parts of strangers and of peers, so the product of the two is what strangers can cost: it is
+`STRANGERS_BYTES` whatever the world size, and parts get shorter as the world grows. A peer whose connection was one too many
+connects again while the job is still connecting.
 """
 
 from __future__ import annotations
@@ -47,13 +50,15 @@ from stretto.wire.frames import FrameKind
 from stretto.wire.zeromq_watch import EVENTS, LISTENER, LISTENER_EVENTS, Event, Seen, Watcher
 
 INLINE_BYTES = 32 << 10  # header and payload in one part
-PART_BYTES = 2 << 20  # larger payloads travel in several parts: strangers can announce no more than one part may have
 COPIED_BYTES = 128 << 10  # below this a copy is cheaper than tracking when the memory is free again
+STRANGERS_BYTES = 40 << 20  # of memory, for all connections together over which nothing has come yet
+ANSWER_BYTES = 1024  # more than ZeroMQ's handshake needs; nothing else ever comes back over a connection that we made
 GRACE_S = 0.2
 FAREWELL_MS = 200  # for our last word to a peer that leaves; it waits for it, so this is only used up if it dies meanwhile
 BEATS = 20  # heartbeats within `silence_s`
 STRANGERS_LATER = 8  # connections that a running job bears with, where the kernel does not let us hide its port
 DRAIN_AT_ONCE = 32
+WELCOME = b"welcome"  # in a greeting: yours has been read
 IDENTITY = struct.Struct("<I8s")
 
 
@@ -62,14 +67,23 @@ class _Connection(Connection):
         super().__init__(peer, mine, shared_memory=shared_memory)
         self.dealer = dealer
         self.connected = False
+        self.welcome = False  # it has read our greeting, so strangers cannot push our connection off its doorstep any more
+        self.told = False  # that it is welcome here, on this connection
+        self.heard_at = float("-inf")  # when its last message was read; heartbeats are for ZeroMQ alone
         self.hung_up = 0  # handshakes that it broke off
         self.unacknowledged: dict[int, Handle] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is missing in either direction, and the port may be hidden. `told` too: the peer waits for it."""
+        return self.connected and self.greeted and self.welcome and self.told
 
 
 class ZeroMQWire(FramedWire):
     """See the module's text. The constructor listens; publish `address`, then `connect` to everybody."""
 
-    segment_bytes = 1 << 20  # a message is encrypted whole before its first byte leaves: shorter ones overlap better
+    # A message is encrypted whole before its first byte leaves: shorter ones overlap better. And up to 16 workers one is a part.
+    segment_bytes = 512 << 10
 
     def __init__(
         self,
@@ -94,7 +108,10 @@ class ZeroMQWire(FramedWire):
         self._suspects: dict[int, float] = {}  # rank -> when its silence becomes a loss
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2 if (os.cpu_count() or 1) >= 8 else 1)
         self._zap = ZapHandler(self._context)
-        self._doorstep = Doorstep(MAX_STRANGERS + world_size)
+        # A part has room for what goes out with its header; beyond 1,200 workers they come to the door in waves.
+        self._doorstep = Doorstep(min(MAX_STRANGERS + world_size, STRANGERS_BYTES // INLINE_BYTES))
+        self._part_bytes = STRANGERS_BYTES // self._doorstep.limit
+        self._forming = True
         self._watcher = Watcher(self._zap, self._doorstep, self.wake)
         self._router = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
@@ -115,15 +132,15 @@ class ZeroMQWire(FramedWire):
         for peer in peers:
             if peer.rank != self.rank:
                 self._connect_one(peer, mine, secret)
-        # `connected` too: our greeting goes out when the connection is made, and a peer may wait for it when we have theirs.
-        while not all(connection.greeted and connection.connected for connection in self._connections.values()):
+        while not all(connection.complete for connection in self._connections.values()):
             self._raise_if_lost()
-            # A peer hides its port when it has our greeting, so only those may be tried that we are not connected to.
+            # A peer hides its port when it has our connection, so only those may be tried that we are not connected to.
             apart = [peer for peer in peers if peer.rank != self.rank and not self._connections[peer.rank].connected]
             self._awaited.try_one(apart, self.now())
             if self.now() > deadline:
                 raise self._give_up_some(peers)
             self.progress(0.2)
+        self._forming = False
         if not hide(listener):
             self._doorstep.limit = STRANGERS_LATER
         listener.close()
@@ -134,7 +151,8 @@ class ZeroMQWire(FramedWire):
         router.setsockopt(zmq.RCVHWM, 0)
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.IPV6, int(self.address.startswith("[")))
-        router.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + frames.HEADER_BYTES)  # the rest is for what encryption adds
+        router.setsockopt(zmq.MAXMSGSIZE, self._part_bytes + frames.HEADER_BYTES)  # the rest is for what encryption adds
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that was sent away comes again under its name
         self._set_times(router)
         self._zap.accept(secret)
         secure_server(router, secret)
@@ -157,6 +175,7 @@ class ZeroMQWire(FramedWire):
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.ROUTING_ID, self._identity)
         dealer.setsockopt(zmq.SNDHWM, 0)
+        dealer.setsockopt(zmq.MAXMSGSIZE, ANSWER_BYTES)
         dealer.setsockopt(zmq.IPV6, int(peer.address.startswith("[")))
         dealer.setsockopt(zmq.RECONNECT_IVL, 10)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -169,10 +188,18 @@ class ZeroMQWire(FramedWire):
         dealer.connect(f"tcp://{join_address(*split_address(peer.address))}")
 
     def _give_up_some(self, peers: Sequence[Peer]) -> UnreachableError:
-        missing = {each.rank: each for each in self._connections.values() if not (each.greeted and each.connected)}
+        missing = {each.rank: each for each in self._connections.values() if not each.complete}
         hung_up = any(each.hung_up for each in missing.values())
         why = "somebody answers there, and does not know this job's secret" if hung_up else "no answer"
         return self._awaited.unreachable([peer for peer in peers if peer.rank in missing], why)
+
+    def _on_hello(self, source: int, body: bytes) -> None:
+        super()._on_hello(source, body)
+        connection = self._connections[source]
+        connection.welcome = connection.welcome or body == WELCOME
+        if connection.connected and not connection.told:
+            connection.told = True
+            self.post(source, TOPIC_HELLO, WELCOME)
 
     # -- what every framed wire needs from its transport --------------------------------------------------------------
 
@@ -183,7 +210,18 @@ class ZeroMQWire(FramedWire):
         return list(self._connections)
 
     def _send_frame(self, to: int, frame: bytes) -> None:
-        self._connections[to].dealer.send(frame, zmq.NOBLOCK)
+        dealer = self._connections[to].dealer
+        if len(frame) < self._part_bytes:
+            dealer.send(frame, zmq.NOBLOCK)
+        else:  # a long control message: its header is in a part that is full, and `_take` joins it with the others
+            self._send_parts(dealer, memoryview(frame))
+
+    def _send_parts(self, dealer: zmq.Socket[bytes], data: memoryview, *, copy: bool = False) -> None:
+        step = self._part_bytes
+        last = (data.nbytes - 1) // step * step
+        for begin in range(0, last, step):
+            dealer.send(data[begin : begin + step], zmq.NOBLOCK | zmq.SNDMORE, copy=copy)
+        dealer.send(data[last:], zmq.NOBLOCK, copy=copy)
 
     def _send_payload(self, handle: Handle, data: memoryview, dtype: int) -> None:
         connection, tag, num_bytes = self._connections[handle.peer], handle.tag, data.nbytes
@@ -194,17 +232,14 @@ class ZeroMQWire(FramedWire):
         elif num_bytes <= COPIED_BYTES:
             # Copied, so nobody waits for the acknowledgement that a bulk message asks for: number 0 means none.
             connection.dealer.send(self._head(FrameKind.BULK, tag, dtype, num_bytes), zmq.NOBLOCK | zmq.SNDMORE)
-            connection.dealer.send(data, zmq.NOBLOCK)
+            self._send_parts(connection.dealer, data, copy=True)
             handle.finish()
         else:
             number = connection.number()
             connection.unacknowledged[number] = handle
             head = self._head(FrameKind.BULK, tag, dtype, num_bytes, number)
             connection.dealer.send(head, zmq.NOBLOCK | zmq.SNDMORE)
-            last = (num_bytes - 1) // PART_BYTES * PART_BYTES
-            for begin in range(0, last, PART_BYTES):
-                connection.dealer.send(data[begin : begin + PART_BYTES], zmq.NOBLOCK | zmq.SNDMORE, copy=False)
-            connection.dealer.send(data[last:], zmq.NOBLOCK, copy=False)
+            self._send_parts(connection.dealer, data)
 
     def _acknowledged(self, connection: Connection, number: int) -> None:
         super()._acknowledged(connection, number)
@@ -264,9 +299,11 @@ class ZeroMQWire(FramedWire):
         source = self._sources.get(identity)
         if source is None or source in self.lost:
             return
+        if len(head) == self._part_bytes:
+            head, parts = b"".join([head, *(part.buffer for part in parts)]), []
         try:
             header = self._checked(source, head)
-            if len(parts) != (-(-header.num_bytes // PART_BYTES) if header.kind == FrameKind.BULK else 0):
+            if len(parts) != (-(-header.num_bytes // self._part_bytes) if header.kind == FrameKind.BULK else 0):
                 raise ValueError("parts missing or not called for")
             num_bytes = sum(len(part.buffer) for part in parts)
             if parts and num_bytes != header.num_bytes:
@@ -274,6 +311,7 @@ class ZeroMQWire(FramedWire):
         except ValueError as problem:
             self._lose(source, f"it sent a bad frame: {problem}")
             return
+        self._connections[source].heard_at = self.now()
         if header.kind == FrameKind.BULK and header.number:
             self._owe_ack(self._connections[source], header.number)  # it is here: the sender's memory is free
         self._dispatch(source, header, _payload(head, parts))
@@ -282,7 +320,7 @@ class ZeroMQWire(FramedWire):
         router = self._router
         if not router.getsockopt(zmq.RCVMORE):
             return b""
-        if identity in self._sources:
+        if identity in self._sources and not self._forming:
             return router.recv()
         first = router.recv(copy=False)
         self._meet(identity, int(first.get(zmq.SRCFD)))
@@ -292,10 +330,11 @@ class ZeroMQWire(FramedWire):
         if len(identity) != IDENTITY.size:
             return
         rank = int(IDENTITY.unpack(identity)[0])
-        if rank in self._connections and rank not in self._sources.values():
-            self._sources[identity] = rank
+        if rank in self._connections and (identity in self._sources or rank not in self._sources.values()):
             connection = self._watcher.admit(descriptor)
-            if connection is not None:
+            if connection is not None:  # else it has been sent away meanwhile, and will come again and say the same
+                self._sources[identity] = rank
+                self._incoming = {known: other for known, other in self._incoming.items() if other != rank}
                 self._incoming[connection] = rank
 
     # -- peers come and go --------------------------------------------------------------------------------------------
@@ -306,11 +345,17 @@ class ZeroMQWire(FramedWire):
         for rank, due in list(self._suspects.items()):
             if self.now() >= due:
                 del self._suspects[rank]
-                self._lose(
-                    rank,
-                    f"its connection broke or was silent for {self.timeouts.silence_s:g} s "
-                    f"(process killed or stopped, host or network down)",
-                )
+                self._lose(rank, self._why_disconnected(self._connections[rank]))
+
+    def _why_disconnected(self, connection: _Connection) -> str:
+        """ZeroMQ does not say who closed a connection. It does so itself only after `silence_s` without a byte, so if a message
+        has come since, it was the other side. Of a peer that had nothing to say for that long we cannot tell."""
+        if self.now() - connection.heard_at < self.timeouts.silence_s:
+            return "its connection closed without a goodbye (its process ended or was killed)"
+        return (
+            f"its connection broke or was silent for {self.timeouts.silence_s:g} s "
+            f"(process killed or stopped, host or network down)"
+        )
 
     def _weigh(self, event: Event) -> None:
         if event.rank == LISTENER:
@@ -323,12 +368,16 @@ class ZeroMQWire(FramedWire):
             return
         if event.seen is Seen.CONNECTED and not connection.connected:
             connection.connected = True
-            self.post(event.rank, TOPIC_HELLO, b"")
+            connection.told = connection.greeted
+            self.post(event.rank, TOPIC_HELLO, WELCOME if connection.greeted else b"")
         elif event.seen is Seen.HUNG_UP and not connection.connected:
             # It may not have been told about everybody yet, or be crowded by strangers: ZeroMQ tries again.
             connection.hung_up += 1
         elif event.seen is Seen.DISCONNECTED and connection.connected:
-            self._suspect(event.rank)
+            if self._forming:  # one too many among strangers: ZeroMQ tries again, and we look whether the peer is still there
+                connection.connected = False
+            else:
+                self._suspect(event.rank)
 
     def _suspect(self, rank: int) -> None:
         self._suspects.setdefault(rank, self.now() + min(GRACE_S, self.timeouts.silence_s / 10))

@@ -31,7 +31,7 @@ EVENTS = (
 )
 
 
-ANSWER_S: Final = 1.0
+ANSWER_S: Final = 10.0  # it takes a moment; without an answer a peer would not be let in
 
 
 class Seen(enum.Enum):
@@ -51,6 +51,15 @@ LISTENER: Final = -1  # in place of a rank: seen on the socket that peers connec
 LISTENER_EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
+class _Question:
+    """Which connection does this descriptor stand for?"""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.number: int | None = None
+        self.answered = threading.Event()
+
+
 class Watcher:
     """Owns the monitor sockets and the authentication handler; `events` is filled, `notify` called, from its thread."""
 
@@ -63,7 +72,7 @@ class Watcher:
         self._monitors: dict[zmq.Socket[bytes], int] = {}
         self._accepted: dict[int, int] = {}  # descriptor -> number of the connection it stands for
         self._num_accepted = 0
-        self._questions: deque[tuple[int, threading.Event]] = deque()
+        self._questions: deque[_Question] = deque()
         self._near, self._far = socket.socketpair()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="stretto-watch", daemon=True)
@@ -75,13 +84,13 @@ class Watcher:
         self._near.send(b"+")
 
     def admit(self, descriptor: int) -> int | None:
-        """A peer's message has come over this descriptor: the number of the connection that it stands for. (Descriptors are used
-        again, by strangers too, numbers never.)"""
-        caught_up = threading.Event()
-        self._questions.append((descriptor, caught_up))
+        """A peer's message has come over this descriptor: the number of the connection that it stands for, or None if that has
+        been sent away. (Descriptors are used again, by strangers too, numbers never.)"""
+        question = _Question(descriptor)
+        self._questions.append(question)
         self._near.send(b"?")
-        caught_up.wait(ANSWER_S)
-        return self._accepted.get(descriptor)
+        question.answered.wait(ANSWER_S)
+        return question.number
 
     def stop(self, timeout_s: float) -> None:
         self._stopping = True
@@ -117,9 +126,10 @@ class Watcher:
             for monitor in [monitor for monitor, rank in self._monitors.items() if rank == LISTENER]:
                 while self._report(monitor, poller):
                     pass
-            descriptor, caught_up = self._questions.popleft()
-            self._doorstep.admitted(descriptor)
-            caught_up.set()
+            question = self._questions.popleft()
+            if self._doorstep.admitted(question.descriptor):
+                question.number = self._accepted.get(question.descriptor)
+            question.answered.set()
 
     def _report(self, monitor: zmq.Socket[bytes], poller: zmq.Poller) -> bool:
         """Pass on the next thing it has seen; False when there is none (any more)."""
