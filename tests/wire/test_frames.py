@@ -60,7 +60,7 @@ def test_a_whole_frame_is_read_as_it_was_written(kind: FrameKind, payload: bytes
     ("offset", "value", "named"),
     [
         (0, b"XX", "magic 0x5858"),
-        (2, b"\2", "version 2"),
+        (2, b"\x09", "version 9"),
         (3, b"\0", "kind 0"),
         (3, b"\x08", "kind 8"),
         (3, b"\xff", "kind 255"),
