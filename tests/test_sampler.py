@@ -661,3 +661,16 @@ def test_bad_uses_are_refused() -> None:
         worker.follow(loader_of(worker, 1, batch_size=2, in_order=False))
     with pytest.raises(ConfigurationError, match="no job"):
         Sampler(10)
+
+
+def test_a_model_that_is_dropped_meanwhile_does_not_hide_that_another_was_trained() -> None:
+    here, old, new = place(0, 2), Untrained(), Untrained()
+    old.rounds = 3
+    here.engines.add(old)
+    here.engines.add(new)
+    worker = Sampler(8, job=here)
+    for _ in loader_of(worker, batch_size=1):
+        here.engines.discard(old)
+        new.rounds += 1
+        with pytest.raises(ConfigurationError, match="nobody has said"):
+            worker.state_dict()

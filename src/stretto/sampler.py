@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class _Pass:
     epoch: int
     num_left: int  # of the epoch, when its stage began
     move: int
-    trained: int
+    trained: WeakKeyDictionary[Any, int]  # how far each model was
 
 
 class Sampler(TorchSampler[Any]):
@@ -161,7 +162,7 @@ class Sampler(TorchSampler[Any]):
             self._drained = begun
         finally:
             self._passes.remove(begun)
-            if self._trained() > begun.trained or (self._drained is begun and not self._engines):
+            if self._trained_since(begun) or (self._drained is begun and not self._engines):
                 self._use_up(begun)
 
     def __len__(self) -> int:
@@ -171,7 +172,8 @@ class Sampler(TorchSampler[Any]):
     def _pass(self) -> _Pass:
         """The next pass: of the rest of this epoch, or of the next one if this is used up."""
         num_left = self._order.length(self.seed, self._epoch + 1) if self._over else self._num_left
-        return _Pass(self._epoch + self._over, num_left, self._moves, self._trained())
+        progress = WeakKeyDictionary({engine: self._progress(engine) for engine in self._engines})
+        return _Pass(self._epoch + self._over, num_left, self._moves, progress)
 
     def _share(self, epoch: int, before: list[list[int]], consumed: int) -> Iterator[Any]:
         """This worker's items of what is left; padding begins again at the front."""
@@ -200,7 +202,7 @@ class Sampler(TorchSampler[Any]):
     def _settle_drained(self) -> None:
         """A loader that fetches ahead may have drawn everything before the loop saw any of it. Was it trained on since?"""
         drained = self._drained
-        if drained is not None and self._trained() > drained.trained:
+        if drained is not None and self._trained_since(drained):
             self._drained = None
             self._use_up(drained)
 
@@ -213,16 +215,19 @@ class Sampler(TorchSampler[Any]):
                 self._go_to(begun.epoch)
             self._spent = True
 
-    def _trained(self) -> int:
-        """A number that grows with every training step of this job's models.
+    def _trained_since(self, begun: _Pass) -> bool:
+        """Whether any of this job's models has been trained since the pass began. Models come and go meanwhile."""
+        return any(self._progress(engine) > begun.trained.get(engine, 0) for engine in self._engines)
+
+    def _progress(self, engine: Any) -> int:
+        """A number that grows with every training step of a model.
 
         Several workers count rounds, which are the same on all of them. One worker combines nothing and has none, but
         torch counts the changes of every parameter.
         """
         if self.world_size > 1:
-            return sum(engine.rounds for engine in self._engines)
-        parameters = (parameter for engine in self._engines for parameter in engine.model.parameters())
-        return sum(parameter._version for parameter in parameters if not parameter.is_inference())
+            return int(engine.rounds)
+        return sum(parameter._version for parameter in engine.model.parameters() if not parameter.is_inference())
 
     # -- unequal shares -----------------------------------------------------------------------------------------------
 
@@ -231,7 +236,7 @@ class Sampler(TorchSampler[Any]):
 
     def _refuse_uneven(self, begun: _Pass, what: str) -> None:
         """Raise if workers that have different numbers of batches are training, and no `join` lets some of them end earlier."""
-        if self._trained() > begun.trained and not any(engine.joining for engine in self._engines):
+        if self._trained_since(begun) and not any(engine.joining for engine in self._engines):
             each, over = divmod(begun.num_left, self.world_size)
             raise ConfigurationError(
                 f"Sampler(pad=False), {what}: {begun.num_left} samples are shared by {self.world_size} workers, the first {over} "
@@ -341,7 +346,7 @@ class Sampler(TorchSampler[Any]):
 
     def _is_uncounted(self, begun: _Pass) -> bool:
         """Whether a loop trains on these samples and nobody counts them. Without a model to look at, it might."""
-        return begun.move == self._moves and (not self._engines or self._trained() > begun.trained)
+        return begun.move == self._moves and (not self._engines or self._trained_since(begun))
 
     def state_dict(self, counts: Sequence[int] | None = None) -> dict[str, Any]:
         """Where the training loop is: plain numbers, good for any number of workers.

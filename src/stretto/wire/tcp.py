@@ -78,6 +78,7 @@ class Stream(Connection):
         self.handed_over = False
         self.closed = False
         self.spoke_at = now
+        self.heard = False  # something, since the last look
         self.silent_s = 0.0  # counted only while we were listening
         self.warned = False
         # Reading: bytes taken from the kernel and not looked at yet are ahead[begin:end].
@@ -385,7 +386,7 @@ class TcpWire(FramedWire):
         if not received:
             self._lose(connection.rank, "its connection closed without a goodbye (its process ended or was killed)")
             return False
-        connection.silent_s = 0.0
+        connection.heard = True
         self._digest(connection)
         return True
 
@@ -473,11 +474,12 @@ class TcpWire(FramedWire):
         for connection in list(self._by_descriptor.values()):
             # While this process was stopped, or its communication thread got no turn, nobody listened. Peers may have been
             # stopped at the same time (Ctrl-Z stops a whole job), so such a pause counts for no more than one heartbeat.
-            connection.silent_s += min(since, silence_s / BEATS)
+            # What was heard since the last look counts as heard now, so that nobody is lost too early.
+            connection.silent_s = 0.0 if connection.heard else connection.silent_s + min(since, silence_s / BEATS)
+            connection.heard = False
             if now - connection.spoke_at > silence_s / BEATS and not connection.outgoing:
                 self._control(connection.rank, FrameKind.HEARTBEAT)
-            # What was heard since the last look counts from that look: one more of these intervals, and nobody is lost too early.
-            if connection.silent_s > silence_s * (1 + 1 / LOOKS):
+            if connection.silent_s > silence_s:
                 self._judge_silence(connection)
 
     def _judge_silence(self, connection: Stream) -> None:
