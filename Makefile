@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-WORKERS ?= 2
+WORKERS ?= 4
+# Compiled modules are kept, whatever the environment says: hundreds of processes start here, and each would compile all of stretto.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The tests that $(1) selects: most of them side by side in processes of pytest-xdist, a file at a time, in the order of
 # tests/conftest.py; then, one by one, those that measure seconds or the machine. The second half runs whatever became of the first;

@@ -27,6 +27,7 @@ from stretto.lab import lab_available
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+LONG_PAGES = ("running.md", "compression.md", "lab.md")  # each starts a dozen jobs: their snippets run in `make test-slow`
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 SNIPPET_S = 200
 TRIES = 3
@@ -71,12 +72,16 @@ def snippets(page: Path) -> list[Snippet]:
 # ---------------------------------------------------------------- running
 
 
-def pages_that_run() -> list[Path]:
-    return [page for page in PAGES if any(snippet.runs_everywhere for snippet in snippets(page))]
+def pages_that_run() -> list[ParameterSet]:
+    return [_quick_or_slow(page) for page in PAGES if any(snippet.runs_everywhere for snippet in snippets(page))]
 
 
-def pages_that_run_in_the_lab() -> list[Path]:
-    return [page for page in PAGES if any(snippet.mark == IN_THE_LAB for snippet in snippets(page))]
+def pages_that_run_in_the_lab() -> list[ParameterSet]:
+    return [_quick_or_slow(page) for page in PAGES if any(snippet.mark == IN_THE_LAB for snippet in snippets(page))]
+
+
+def _quick_or_slow(page: Path) -> ParameterSet:
+    return pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in LONG_PAGES else [])
 
 
 def pages_that_need_a_library() -> list[ParameterSet]:
@@ -166,7 +171,7 @@ def comparable(text: str) -> str:
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", pages_that_run(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages_that_run())
 def test_the_snippets_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, preloaded: Preloaded) -> None:
     for snippet in snippets(page):
         if snippet.is_file or snippet.runs_everywhere:
@@ -202,7 +207,7 @@ def test_the_first_example_of_the_readme_ends_with_the_same_loss_on_one_worker_t
 @pytest.mark.root
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", pages_that_run_in_the_lab(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages_that_run_in_the_lab())
 def test_the_snippets_that_need_the_lab_run_where_it_does(page: Path, tmp_path: Path, preloaded: Preloaded) -> None:
     problem = lab_available()
     if problem is not None:

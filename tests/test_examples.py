@@ -49,6 +49,7 @@ def test_the_average_needs_no_launcher(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "rank 0 of 1: [0.0, 0.0, 0.0, 0.0]\n")
 
 
+@pytest.mark.slow
 def test_the_race_shows_every_algorithm_once_and_draws_a_plot(tmp_path: Path, preloaded: Preloaded) -> None:
     pytest.importorskip("matplotlib")
     small = ["--workers", "2", "--sizes", "1024", "65536", "--rounds", "1"]
@@ -90,6 +91,7 @@ def test_the_gpt_learns_the_same_whatever_the_number_of_workers(tmp_path: Path, 
     assert together == pytest.approx(alone, abs=2e-3)  # 32 rows cannot be shared equally by three
 
 
+@pytest.mark.slow
 def test_the_digits_are_learnt_the_same_by_one_worker_and_by_two(tmp_path: Path, preloaded: Preloaded) -> None:
     pytest.importorskip("sklearn")
     digits, options = EXAMPLES / "digits.py", ("--steps", "40", "--strategy", "Strategy(schedule=WaitFree())")
@@ -100,6 +102,7 @@ def test_the_digits_are_learnt_the_same_by_one_worker_and_by_two(tmp_path: Path,
     assert float(re.findall(r"([\d.]+)%", together[-1])[0]) > 60
 
 
+@pytest.mark.slow
 def test_the_gan_trains_two_models_under_torchrun(tmp_path: Path, preloaded: Preloaded) -> None:
     command = ["torchrun", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "gan.py")]
     done = warm(preloaded, *command, "--steps", "50", folder=tmp_path)
@@ -132,6 +135,7 @@ def test_a_demo_that_cannot_be_run_fails_with_the_reason(tmp_path: Path, preload
     assert "at least one worker" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_gpt_learns_with_one_bit_per_gradient_value(tmp_path: Path, preloaded: Preloaded) -> None:
     options = ("--steps", "5", "--strategy", "Strategy(compress=ErrorFeedback(Sign()))")
     found = losses(printed(preloaded.run(EXAMPLES / "gpt.py", *options, folder=tmp_path, workers=2)))

@@ -358,6 +358,7 @@ def test_a_worker_that_hangs_is_named_at_the_deadline(start: Start) -> None:
     in_time(arrive_s + 1.0 + 0.8, once)  # at most 1 s to hear from everybody who has arrived
 
 
+@pytest.mark.slow
 def test_a_busy_worker_is_not_lost(start: Start) -> None:
     """In pure Python its communication thread gets its turn; in a C call that keeps the interpreter lock it does not."""
     script = """
@@ -478,6 +479,7 @@ except stretto.PeerLost as error:
 """
 
 
+@pytest.mark.slow
 def test_under_stretto_run_the_worker_that_raised_is_blamed_and_the_others_saw_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(RAISE_UNDER_STRETTO_RUN)

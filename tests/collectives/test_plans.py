@@ -24,7 +24,7 @@ from stretto.errors import ConfigurationError
 from stretto.plan.costs import count
 
 ENTRIES = list(CATALOGUE.values())
-SIZES = [*range(1, 18), 24, 31, 32, 33, 36, 48, 63, 64]
+SIZES = [*range(1, 13), 15, 16, 17, 31, 33, 48, 64]
 GROUPS = (1, 2, 3, 4, 5, 8, 100)
 
 
@@ -53,7 +53,7 @@ def test_every_plan_is_proved_at_the_usual_and_the_awkward_sizes(entry: Entry, s
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES, ids=label)
 def test_every_plan_is_proved_at_all_other_sizes_up_to_64(entry: Entry) -> None:
-    for size in sorted(set(range(18, 64)) - set(SIZES)):
+    for size in sorted(set(range(64)) - {0, *SIZES}):
         for maker in makers(entry, size, few=True):
             verify(maker, size)
 

@@ -206,6 +206,7 @@ print(torch.backends.cpu.get_cpu_capability(), digest.hexdigest())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_unlike_processors_compute_the_same_bits(tmp_path: Path) -> None:
     """torch multiplies and adds in one rounding where the processor can, and in two where it cannot."""

@@ -106,6 +106,7 @@ def interrupt_while_encoding(process: subprocess.Popen[str], folder: Path, num_w
     return errors
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_one_worker_compresses(start: Start, tmp_path: Path) -> None:
     worker = start(caught=False)
     errors = interrupt_while_encoding(worker, tmp_path, 1)
@@ -113,6 +114,7 @@ def test_ctrl_c_while_one_worker_compresses(start: Start, tmp_path: Path) -> Non
     assert errors.rstrip().endswith("KeyboardInterrupt") and "terminate" not in errors
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_two_workers_compress_is_a_clean_stop(start: Start, tmp_path: Path) -> None:
     launcher = start("-c", FROM_THE_LAUNCHER, "run", "-n", "2", caught=True)
     errors = interrupt_while_encoding(launcher, tmp_path, 2)

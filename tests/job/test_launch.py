@@ -383,6 +383,7 @@ def test_a_worker_that_all_others_name_is_said_to_be_lost_and_not_its_victims(
     wait_until_dead([lost])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.alone
 def test_a_stopped_worker_of_a_real_job_is_the_one_that_is_named(start: Start, tmp_path: Path) -> None:

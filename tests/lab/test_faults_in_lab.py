@@ -50,7 +50,10 @@ except stretto.StrettoError as error:
 """
 
 
-@pytest.mark.parametrize(("encrypt", "wire"), [(False, "TcpWire"), (True, "ZeroMQWire")], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    ("encrypt", "wire"),
+    [pytest.param(False, "TcpWire", id="plain", marks=pytest.mark.slow), pytest.param(True, "ZeroMQWire", id="encrypted", marks=pytest.mark.slow)],
+)
 def test_hosts_reduce_and_count_their_bytes_and_a_cut_link_is_noticed_on_both_ends(
     encrypt: bool, wire: str, tmp_path: Path, eventually: Eventually
 ) -> None:

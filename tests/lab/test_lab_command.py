@@ -187,6 +187,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_plain_torch_script_with_ddp_runs_unchanged() -> None:
     for _ in range(3):
         done = stretto_lab("--hosts", "2", "--rate", "1gbit", "--", sys.executable, "-c", DDP)

@@ -59,10 +59,10 @@ def _worlds() -> list[Any]:
     quick = [(SMALL_BUCKETS, name, 3, SOME) for name in names]
     quick += [(strategy, name, 2, FEW) for strategy in (PLAIN, WAIT_FREE) for name in names]
     quick += [(strategy, "mlp", size, FEW) for strategy in STRATEGIES for size in SIZES]
-    quick += [(strategy, "mlp", size, FEW) for strategy in EVERY_ALGORITHM for size in (3, 7)]
+    quick += [(strategy, "mlp", 3, FEW) for strategy in EVERY_ALGORITHM]
     quick = list(dict.fromkeys(quick))
     steps = dict.fromkeys(SIZES, FEW) | {3: STEPS}
-    whole = [(strategy, "mlp", size, FEW) for strategy in EVERY_ALGORITHM for size in (2, 4)]
+    whole = [(strategy, "mlp", size, FEW) for strategy in EVERY_ALGORITHM for size in (2, 4, 7)]
     whole += [(strategy, name, size, steps[size]) for strategy in STRATEGIES for name in names for size in SIZES]
     slow = [world for world in whole if world not in set(quick)]
     return [pytest.param(*world, id=_id(world)) for world in quick] + [

@@ -31,7 +31,7 @@ def test_laws_2_and_3_hold_for_the_torch_backends_own_all_reduce(preloaded: Prel
     assert all(len(set(results[0][name])) == 10 and results[0][name] == results[1][name] for name in names)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_law_3_holds_for_compressed_gradients_between_processes(size: int, preloaded: Preloaded) -> None:
     compressions = ["ErrorFeedback(Sign(64))", "ErrorFeedback(TopK(0.1))", "ErrorFeedback(PowerSGD(2))", "Float16()", "Int8(32)"]
     texts = [f"Strategy(compress={text}, schedule=WaitFree())" for text in compressions]

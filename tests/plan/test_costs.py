@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil, inf, log2
 
@@ -50,9 +51,10 @@ def groups(entry: Entry) -> tuple[int, ...]:
     return (1, 2, 3, 4, 8) if entry.with_group is not None else (1,)
 
 
+@pytest.mark.parametrize("sizes", [SIZES[::3], pytest.param(SIZES, marks=pytest.mark.slow)], ids=["some sizes", "all sizes"])
 @pytest.mark.parametrize("entry", EXACT, ids=label)
-def test_the_counted_time_is_exactly_the_formulas(entry: Entry) -> None:
-    for size in SIZES:
+def test_the_counted_time_is_exactly_the_formulas(entry: Entry, sizes: Sequence[int]) -> None:
+    for size in sizes:
         for group in groups(entry):
             maker = entry.bind(group=group)
             num_bytes = 6 * maker(0, size).num_chunks * size
