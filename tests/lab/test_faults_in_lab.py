@@ -12,7 +12,7 @@ import pytest
 
 from stretto.lab import Lab
 
-pytestmark = [pytest.mark.root, pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.root, pytest.mark.processes, pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(300)]
 
 Eventually = Callable[[Callable[[], bool]], None]
 SILENCE_S = 4.0  # a host that a busy machine leaves waiting for a second or two is not silent
@@ -52,7 +52,10 @@ except stretto.StrettoError as error:
 
 @pytest.mark.parametrize(
     ("encrypt", "wire"),
-    [pytest.param(False, "TcpWire", id="plain", marks=pytest.mark.slow), pytest.param(True, "ZeroMQWire", id="encrypted", marks=pytest.mark.slow)],
+    [
+        pytest.param(False, "TcpWire", id="plain", marks=pytest.mark.slow),
+        pytest.param(True, "ZeroMQWire", id="encrypted", marks=pytest.mark.slow),
+    ],
 )
 def test_hosts_reduce_and_count_their_bytes_and_a_cut_link_is_noticed_on_both_ends(
     encrypt: bool, wire: str, tmp_path: Path, eventually: Eventually
