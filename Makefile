@@ -33,6 +33,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@echo "compiling the kernels of the codecs, once: otherwise every process of the tests would"
+	-$(BIN)/python -m pytest -q tests/laws/test_lossy.py -m "not slow" -k "law_3 and all_to_all" > /dev/null
 	touch $(READY)
 
 demo: $(READY)
