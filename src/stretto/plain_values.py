@@ -60,7 +60,7 @@ def _look(value: Any, where: str, seen: set[int]) -> None:
 
 
 def _loads(value: Any) -> bool:
-    """Of the rarer kinds torch itself says whether it would take them; the user may have allowed some."""
+    """Whether torch would load a value of this rarer type. Only torch knows: the user may have allowed some types."""
     file = io.BytesIO()
     try:
         torch.save(value, file)

@@ -66,7 +66,8 @@ class Sampler(TorchSampler[Any]):
 
     A DataLoader draws samples long before the loop sees them, so the place to resume from is not counted here by
     itself: loop over `follow(loader)`, which counts each batch as it is handed over, or call `consumed(n)` after each
-    step.
+    step. Without either, do not begin a second iteration (a look at a batch, on one rank only) in the middle of a loop whose
+    loader has drawn everything ahead: it would be taken for the next epoch.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Sampler(TorchSampler[Any]):
 
     @property
     def epoch(self) -> int:
-        """Of the pass under way, or the next one."""
+        """The epoch of the pass under way; between passes, of the next one."""
         self._settle_drained()
         return self._epoch
 

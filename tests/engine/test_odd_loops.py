@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.worker import RING, assert_equal_everywhere, data, gradients_of, mlp, rounds, seeded, start, state_of
+from engine.worker import (
+    RING,
+    OneAtATime,
+    assert_equal_everywhere,
+    data,
+    gradients_of,
+    loss_of,
+    mlp,
+    rounds,
+    seeded,
+    start,
+    state_of,
+    take_step,
+)
 from stretto.compress.codec import Compression
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.int8 import Int8
@@ -26,18 +38,6 @@ from stretto.testing import run_jobs
 
 SIZE = 2
 Optimizers = tuple[torch.optim.Optimizer, ...]
-
-
-def loss_of(model: nn.Module, job: Job, step: int = 0) -> Tensor:
-    loss: Tensor = model(data(job.rank, step).to(next(model.parameters()).dtype)).pow(2).mean()
-    return loss
-
-
-def take_step(model: nn.Module, job: Job, *optimizers: torch.optim.Optimizer, step: int = 0) -> None:
-    torch.autograd.backward(loss_of(model, job, step))
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -568,7 +568,7 @@ def test_a_model_compiled_after_distribute_as_one_graph(backend: str) -> None:
     def program(job: Job) -> dict[str, Tensor]:
         model = seeded(make)
         optimizer = start(job, model)
-        with job_lock:  # torch.compile is not made for several threads
+        with tracing:
             compiled: Any = torch.compile(model, fullgraph=True, backend=backend)
             compiled(data(0))
         for step in range(3):
@@ -579,7 +579,7 @@ def test_a_model_compiled_after_distribute_as_one_graph(backend: str) -> None:
         return state_of(model)
 
     torch.compile(nn.Linear(1, 1), backend=backend)(torch.ones(1, 1))  # what torch starts on the way is not a rank's
-    job_lock = threading.Lock()
+    tracing = OneAtATime(SIZE)
     assert_equal_everywhere(run_jobs(SIZE, program))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
-from engine.worker import RING, assert_equal_everywhere, data, gradients_of, rounds, seeded, start, state_of
+from engine.worker import RING, OneAtATime, assert_equal_everywhere, data, gradients_of, rounds, seeded, start, state_of
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.sign import Sign
 from stretto.errors import BackwardFailed, ConfigurationError
@@ -182,16 +182,18 @@ def test_a_distributed_model_can_be_exported_traced_and_scripted_and_trains_on()
         model = seeded(lambda: Small().double())
         optimizer = start(job, model)
         before = payload_sent(job)
-        if job.rank == 0:  # one worker alone: nothing of it may wait for others
-            for strict in (False, True):
-                torch.export.export(model, (data(0),), strict=strict)
-            torch.jit.trace(model, (data(0),), check_trace=False)  # type: ignore[no-untyped-call]
-            torch.jit.script(copy.deepcopy(model))
+        with tracing:
+            if job.rank == 0:  # one worker alone: nothing of it may wait for others
+                for strict in (False, True):
+                    torch.export.export(model, (data(0),), strict=strict)
+                torch.jit.trace(model, (data(0),), check_trace=False)  # type: ignore[no-untyped-call]
+                torch.jit.script(copy.deepcopy(model))
         assert payload_sent(job) == before
         model(data(job.rank)).pow(2).mean().backward()
         optimizer.step()
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
+    tracing = OneAtATime(SIZE)
     torch.export.export(nn.Linear(1, 1), (torch.ones(1, 1),), strict=True)  # what torch starts on the way is not a rank's
     assert_equal_everywhere(run_jobs(SIZE, program))
 

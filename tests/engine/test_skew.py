@@ -9,23 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from engine.worker import RING, assert_equal_everywhere, data, mlp, rounds, seeded, start, state_of
+from engine.worker import RING, Refusing, assert_equal_everywhere, data, mlp, rounds, seeded, start, state_of
 from stretto.distributing import distribute, join
 from stretto.errors import ConfigurationError, RankMismatch
 from stretto.session import Job
 from stretto.testing import run_jobs
-
-
-class Refusing(torch.autograd.Function):
-    """A part of the loss, after the model's output, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise RuntimeError("the loss cannot")
 
 
 def with_buffers() -> Any:
@@ -39,7 +27,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 
 
 def fail_in_the_loss(model: nn.Module, x: Tensor) -> None:
-    with pytest.raises(RuntimeError, match="the loss cannot"):
+    with pytest.raises(RuntimeError, match="this backward cannot go on"):
         Refusing.apply(model(x)).square().mean().backward()  # type: ignore[no-untyped-call]
 
 

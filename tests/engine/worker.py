@@ -45,6 +45,54 @@ def start(job: Job, model: nn.Module, strategy: Strategy = RING, lr: float = 0.1
     return optimizer
 
 
+def loss_of(model: nn.Module, job: Job, step: int = 0) -> Tensor:
+    loss: Tensor = model(data(job.rank, step).to(next(model.parameters()).dtype)).pow(2).mean()
+    return loss
+
+
+def take_step(model: nn.Module, job: Job, *optimizers: torch.optim.Optimizer, step: int = 0) -> None:
+    torch.autograd.backward(loss_of(model, job, step))
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Refusing(torch.autograd.Function):
+    """An operation whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("this backward cannot go on")
+
+
+class OneAtATime:
+    """`with tracing:` lets ranks, which are threads here, trace or compile a model one after the other, and go on together.
+
+    torch.fx and what is built on it (export, AOT autograd, unpickling a graph) replace `nn.Module.__call__` for the whole process
+    while they trace: a rank that calls a model meanwhile ends up in the other's graph, and two that trace at once leave the
+    replacement behind for ever.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._lock = threading.Lock()
+        self._everybody = threading.Barrier(size, timeout=60)
+
+    def __enter__(self) -> None:
+        self._everybody.wait()  # nobody is still in a model
+        self._lock.acquire()
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._lock.release()
+        if kind is not None:
+            self._everybody.abort()
+            return
+        self._everybody.wait()
+
+
 def bytes_sent(job: Job) -> int:
     assert job.wire is not None
     return job.wire.bytes_sent

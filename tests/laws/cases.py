@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from stretto.distributing import no_sync
+from stretto.distributing import no_sync, synchronize
 
 BATCH = 84  # divisible by every world size
 WIDTH = 6
@@ -217,6 +217,24 @@ def accumulating(model: nn.Module, x: Tensor, number: int) -> None:
             _backward_of_part(model, part, len(x))
 
 
+def accumulating_to_the_end(model: nn.Module, x: Tensor, number: int) -> None:
+    """All parts without synchronising; what has been accumulated is combined by `synchronize`."""
+    distributed = "_stretto_engine" in model.__dict__
+    for part in x.chunk(3):
+        with no_sync(model) if distributed else nullcontext():
+            _backward_of_part(model, part, len(x))
+    if distributed:
+        synchronize(model)
+
+
+def part_by_part(model: nn.Module, x: Tensor, number: int) -> None:
+    """The layers are called one by one, so the model's own forward never runs."""
+    out = x
+    for layer in model.children():
+        out = layer(out)
+    torch.autograd.backward(functional.mse_loss(out, x.sum(1, keepdim=True).sin()))
+
+
 def several_backwards(model: nn.Module, x: Tensor, number: int) -> None:
     for part in x.chunk(2):
         _backward_of_part(model, part, len(x))
@@ -283,6 +301,8 @@ CASES = [
     Case("whole model checkpointed", mlp, step=whole_checkpointed),
     Case("whole model checkpointed twice", mlp, step=whole_checkpointed_twice),
     Case("accumulating", mlp, step=accumulating),
+    Case("accumulating, then synchronized", mlp, step=accumulating_to_the_end),
+    Case("part by part", mlp, step=part_by_part),
     Case("several backwards", mlp, step=several_backwards),
     Case("two forwards", mlp, step=two_forwards),
     Case("gradient penalty", lambda: mlp().double(), step=gradient_penalty, dtype=torch.float64),

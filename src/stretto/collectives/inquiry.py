@@ -109,7 +109,7 @@ class Inquiry:
         self._communicator.tell_everybody(TOPIC_ASK, msgspec.msgpack.encode(Ask(*run.name)))
 
     def others(self) -> list[int]:
-        """Who can be asked: all that are neither lost nor have left."""
+        """The ranks that can be asked: all others that are neither lost nor have left the job."""
         wire = self._wire
         everybody = range(wire.world_size)
         return [rank for rank in everybody if rank not in (wire.rank, *wire.lost) and not wire.said_goodbye(rank)]
@@ -142,7 +142,7 @@ class Inquiry:
         return found
 
     def _needs(self, pending: Pending | Outside) -> list[int] | None:
-        """Who must begin it before it can end here; None: all."""
+        """The ranks that must begin this collective before it can end here; None means all of them."""
         if pending.needs_everybody:
             return None
         run = self._communicator.runs.get(pending.name)
@@ -214,7 +214,8 @@ class Inquiry:
         )
 
     def _culprits(self, run: Run) -> list[int]:
-        """Who holds it up: ranks that have not begun; else those that do not answer; else those everybody waits for."""
+        """The ranks that hold the collective up: those that have not begun it. If all have, those that do not answer; if all
+        answer, those that everybody waits for."""
         others = self.others()
         absent = [rank for rank in others if rank in run.answers and not run.answers[rank].begun]
         if absent:

@@ -1,4 +1,4 @@
-"""Who listens at an address? A look at the first bytes that it sends.
+"""Finding out which program listens at an address, by the first bytes that it sends.
 
 A failed handshake under CURVE tells the client nothing: the server cannot even read the hello. So `knock` opens a connection
 of its own, says the beginning of ZeroMQ's greeting, and judges by what comes back, however the connection ends afterwards:

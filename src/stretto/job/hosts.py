@@ -166,7 +166,7 @@ def address_for_others(host: str, port: int) -> str:
     if not is_loopback(ip):
         return ip
     # The rendezvous is this very host under a loopback name (127.0.1.1 in /etc/hosts is common): others need a real one.
-    # Of several the one towards the outside world is taken; a bridge for containers, say, leads nowhere.
+    # If the host has several addresses, take the one that leads to the outside world: a bridge for containers leads nowhere.
     others = [(name, address) for name, address in interfaces() if not is_loopback(address)]
     candidates = [each for each in others if (":" in each[1]) == (":" in ip)] or others
     outward = outward_addresses() if len(candidates) > 1 else []

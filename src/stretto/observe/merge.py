@@ -129,5 +129,5 @@ def _time_in(spans: Sequence[Event], categories: tuple[str, ...], since: float) 
 
 
 def _bytes_of(spans: Sequence[Event], category: str, since: float = -math.inf, until: float = math.inf) -> int:
-    """Of the spans that began in this time."""
+    """The bytes of the spans of a category that began between these two times."""
     return sum(int(span.args.get("bytes", 0)) for span in spans if span.cat == category and since <= span.ts < until)

@@ -1,4 +1,4 @@
-"""What a second look at odd training loops has found: accumulation, scalers, copies and compiled models at their edges."""
+"""Edges of odd training loops: accumulation that ends early, scalers, copies and compiled models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,21 @@ import torch
 from torch import Tensor, fx, nn
 
 from engine.interrupted import interrupted_once
-from engine.worker import RING, assert_equal_everywhere, bytes_sent, data, gradients_of, mlp, rounds, seeded, start, state_of
+from engine.worker import (
+    RING,
+    OneAtATime,
+    assert_equal_everywhere,
+    bytes_sent,
+    data,
+    gradients_of,
+    loss_of,
+    mlp,
+    rounds,
+    seeded,
+    start,
+    state_of,
+    take_step,
+)
 from forked import in_a_fork, refusal
 from preloaded import Preloaded
 from stretto.checkpoint import load, save
@@ -31,19 +45,8 @@ SIZE = 2
 SIGN = Strategy(schedule=RING.schedule, compress=ErrorFeedback(Sign()))
 
 
-def loss_of(model: nn.Module, job: Job, step: int = 0) -> Tensor:
-    loss: Tensor = model(data(job.rank, step).to(next(model.parameters()).dtype)).pow(2).mean()
-    return loss
-
-
 def backward(model: nn.Module, job: Job, step: int = 0) -> None:
     torch.autograd.backward(loss_of(model, job, step))
-
-
-def take_step(model: nn.Module, job: Job, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
-    backward(model, job, step)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def mean_gradients(ranks: range, step: int = 0) -> dict[str, Tensor]:
@@ -87,11 +90,11 @@ def test_a_scale_that_was_read_before_all_were_made_equal_is_forgotten() -> None
         loop.scaler = OnAnAccelerator()  # type: ignore[assignment]
         with join(model):
             for step in range(1 + job.rank):
-                take_step(model, job, optimizer, step)
+                take_step(model, job, optimizer, step=step)
                 loop._scale = (8.0 * (1 + step), step)
             loop.scaler, scaler = None, loop.scaler
         loop.scaler = scaler
-        take_step(model, job, optimizer, 5)
+        take_step(model, job, optimizer, step=5)
         assert rounds(model) == 3 + 1 and "loss scale" not in loop.text()
 
     run_jobs(SIZE, program)
@@ -416,7 +419,7 @@ def test_parameters_that_were_swapped_by_a_conversion_are_combined(swapping: Non
         take_step(model, job, optimizer)
         with converting:
             model.float()
-        take_step(model, job, optimizer, 1)
+        take_step(model, job, optimizer, step=1)
         assert rounds(model) == 2
         return state_of(model)
 
@@ -430,7 +433,7 @@ def test_a_matrix_that_was_transposed_in_place_is_combined_as_it_is_now() -> Non
         optimizer = start(job, model)
         take_step(model, job, optimizer)
         model[0].weight.data = model[0].weight.data.t().contiguous().t()
-        take_step(model, job, optimizer, 1)
+        take_step(model, job, optimizer, step=1)
         assert engine_of(model).buckets[-1].views[0].stride() == (1, 3)
         return state_of(model)
 
@@ -445,17 +448,21 @@ def test_a_traced_graph_that_is_distributed_can_be_copied_and_pickled() -> None:
 
     def program(job: Job) -> dict[str, Tensor]:
         job.tracer = Tracer(job.rank)
-        model = fx.symbolic_trace(mlp())
+        with tracing:
+            model = fx.symbolic_trace(mlp())
         optimizer = start(job, model)
         take_step(model, job, optimizer)
-        for plain in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))):
+        with tracing:
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))]
+        for plain in copies:
             before = rounds(model)
             torch.autograd.backward(loss_of(plain, job))
             assert rounds(model) == before and release(plain) is plain
-        take_step(model, job, optimizer, 1)
+        take_step(model, job, optimizer, step=1)
         assert rounds(model) == 2
         return state_of(model)
 
+    tracing = OneAtATime(SIZE)
     assert_equal_everywhere(run_jobs(SIZE, program))
 
 
@@ -476,11 +483,11 @@ def test_a_compiled_model_has_the_names_of_a_plain_one_and_can_be_saved_loaded_a
 
     def program(job: Job) -> dict[str, Tensor]:
         model, optimizer = make(job)
-        with compiling:
+        with tracing:
             model(data(0))
         with join(model):
             for step in range(1 + job.rank):
-                take_step(model, job, optimizer, step)
+                take_step(model, job, optimizer, step=step)
         save(path, model, optimizer)
         return state_of(model._orig_mod)
 
@@ -489,7 +496,7 @@ def test_a_compiled_model_has_the_names_of_a_plain_one_and_can_be_saved_loaded_a
         load(path, model, optimizer)
         return state_of(getattr(model, "_orig_mod", model))
 
-    compiling = threading.Lock()  # torch.compile is not made for several threads
+    tracing = OneAtATime(SIZE)
     torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))  # what torch starts on the way is not a rank's
     saved = run_jobs(SIZE, program)
     assert list(torch.load(path, weights_only=True)["model"]) == list(mlp().state_dict())
