@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stretto
 from stretto.bench.machine import Machine, describe
-from stretto.session import Job
+from stretto.job import Job
 
 WARM_UP = 2
 LIMIT, DDP, DDP_FP16 = "no communication", "DDP", "DDP, fp16 hook"

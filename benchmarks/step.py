@@ -33,8 +33,8 @@ from stretto.bench.machine import Machine
 from stretto.bench.results import quartiles
 from stretto.bench.table_text import seconds, spread
 from stretto.errors import ConfigurationError, JobError, StrettoError
-from stretto.job import launch, launch_plan
 from stretto.lab import Lab
+from stretto.launching import launch, launch_plan
 
 LEAST_ROUNDS = 7
 LAB_LIMIT_S = 3600.0

@@ -31,7 +31,7 @@ from torch.profiler import profile
 import stretto
 from stretto.bench.machine import Machine, describe
 from stretto.errors import JobError
-from stretto.session import Job
+from stretto.job import Job
 
 TURN_S = 0.05
 MOST_STEPS = 20

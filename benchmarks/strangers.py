@@ -43,10 +43,10 @@ from strangers_worker import Report as Worker
 from stretto.bench.machine import Machine, describe
 from stretto.bench.table_text import seconds
 from stretto.errors import ConfigurationError, JobError, StrettoError
-from stretto.job import coordinator_process, launch_plan
-from stretto.job import secret as secrets
-from stretto.job.hosts import split_address
 from stretto.lab import Lab
+from stretto.launching import coordinator_process, launch_plan
+from stretto.launching import secret as secrets
+from stretto.launching.hosts import split_address
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"

@@ -11,9 +11,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from stretto.collectives.catalogue import CATALOGUE, Entry
-from stretto.collectives.draw import as_svg
 from stretto.collectives.plan import Kind
 from stretto.plan.costs import FORMULAS, HIERARCHICAL_TEXT, plan_cost
+from stretto.testing.diagrams import as_svg
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- table: written by draw_collectives.py -->", "<!-- end of table -->"

@@ -42,7 +42,7 @@ class Group(NamedTuple):
 
 
 GROUPS = (
-    Group("Start", "[Running a job](running.md), [GPUs](gpus.md).", ("stretto.api", "stretto.job", "stretto.timeouts")),
+    Group("Start", "[Running a job](running.md), [GPUs](gpus.md).", ("stretto.api", "stretto.launching", "stretto.timeouts")),
     Group(
         "Train",
         "[Training](training.md), [other libraries](libraries.md), [large batches](large_batches.md).",

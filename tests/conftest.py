@@ -45,7 +45,7 @@ LONGEST = (  # by seconds, as `pytest --durations=0` has them; the order of the 
     "test_introduce.py",
     "test_examples.py",
     "test_zeromq.py",
-    "test_in_process.py",
+    "test_spawn.py",
     "test_checkpoint.py",
     "test_execute.py",
     "test_torch_group.py",

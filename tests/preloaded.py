@@ -32,9 +32,9 @@ import warm
 import torch, torch._dynamo  # which the first optimizer imports, and takes as long as the rest of torch
 import numba  # which compiles the codecs' kernels
 import stretto.api, stretto.distributing, stretto.checkpoint, stretto.sampler
-from stretto.job import in_process
-from stretto.job.in_process import launch
-in_process.ACCUSED_S = 100.0  # who failed first is found out however slowly a busy machine lets workers end
+from stretto.launching import spawn
+from stretto.launching.spawn import launch
+spawn.ACCUSED_S = 100.0  # who failed first is found out however slowly a busy machine lets workers end
 
 def main_program(path, arguments):
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))

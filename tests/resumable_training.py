@@ -27,8 +27,8 @@ import stretto
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.checkpoint import Resumed, load, save
 from stretto.distributing import distribute
+from stretto.job import Job
 from stretto.sampler import Sampler
-from stretto.session import Job
 from stretto.strategy import Strategy
 
 RING = Strategy(aggregate=AllReduce("ring"))  # not `auto`: each measurement may choose another order of addition

@@ -21,7 +21,7 @@ from stretto.collectives.run import Run
 from stretto.compress.codec import Compression
 from stretto.distributing import distribute
 from stretto.errors import ConfigurationError, WireError
-from stretto.session import Job
+from stretto.job import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 

@@ -18,7 +18,7 @@ import stretto
 from forked import worker
 from preloaded import Preloaded
 from stretto.errors import ConfigurationError, RankMismatch, StrettoError
-from stretto.session import Job
+from stretto.job import Job
 from stretto.testing import run_jobs
 from stretto.timeouts import Timeouts
 

@@ -30,8 +30,8 @@ from stretto import checkpoint, checkpoint_file, plain_values, random_state, ses
 from stretto.checkpoint import load, save
 from stretto.distributing import distribute, weight
 from stretto.errors import CheckpointError, ConfigurationError
+from stretto.job import Job
 from stretto.sampler import Sampler
-from stretto.session import Job
 from stretto.testing import run_jobs
 
 ROOT = Path(__file__).parents[1]

@@ -70,7 +70,7 @@ def test_ctrl_c_while_the_command_is_being_imported_ends_it_quietly(tmp_path: Pa
 
 
 def test_the_launcher_does_not_import_torch() -> None:
-    code = "import stretto.cli, stretto.job.launch, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import stretto.cli, stretto.launching.launch, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 import stretto
-from stretto.job import in_process
+from stretto.launching import spawn
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.timeout(240)]
 
@@ -226,7 +226,7 @@ def start(forker: Forker, tmp_path: Path) -> Iterator[Start]:
 
 def start_coordinator(workers: int, secret: str) -> tuple[subprocess.Popen[bytes], str]:
     reading, writing = os.pipe()
-    command = [sys.executable, "-m", "stretto.job.coordinator", "--bind", "127.0.0.1:0", "--plain"]
+    command = [sys.executable, "-m", "stretto.launching.coordinator", "--bind", "127.0.0.1:0", "--plain"]
     command += ["--world-size", str(workers), "--ready-fd", str(writing)]
     coordinator = subprocess.Popen(command, pass_fds=[writing], env={**os.environ, "STRETTO_SECRET": secret})
     os.close(writing)
@@ -484,7 +484,7 @@ def test_under_stretto_run_the_worker_that_raised_is_blamed_and_the_others_saw_i
     script = tmp_path / "script.py"
     script.write_text(RAISE_UNDER_STRETTO_RUN)
     # The launcher gives workers a second to end by themselves. A busy machine may need longer to take three of them apart.
-    patient = "from stretto import cli; from stretto.job import launch; launch.LAST_WORDS_S = 150.0; cli.main()"
+    patient = "from stretto import cli; from stretto.launching import launch; launch.LAST_WORDS_S = 150.0; cli.main()"
     command = [sys.executable, "-c", patient, "run", "-n", "3", str(script), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
@@ -505,7 +505,7 @@ def raise_on_rank_1() -> None:
 
 
 def test_launch_raises_what_the_failing_worker_raised_and_not_what_others_saw_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_process, "ACCUSED_S", 150.0)  # for a machine on which rank 1 takes longer to say so than the others
+    monkeypatch.setattr(spawn, "ACCUSED_S", 150.0)  # for a machine on which rank 1 takes longer to say so than the others
     with pytest.raises(stretto.WorkerFailed, match="on purpose") as caught:
         stretto.launch(raise_on_rank_1, 3, timeout_s=200, start_method="fork")
     assert caught.value.rank == 1

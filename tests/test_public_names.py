@@ -47,7 +47,7 @@ def test_star_import_gives_the_public_names() -> None:
     assert set(names) - {"__builtins__"} == set(NAMES)
 
 
-@pytest.mark.parametrize("module", ["stretto", "stretto.errors", "stretto.timeouts", "stretto.job.detect", "stretto.cli"])
+@pytest.mark.parametrize("module", ["stretto", "stretto.errors", "stretto.timeouts", "stretto.launching.detect", "stretto.cli"])
 def test_importing_does_not_load_torch(module: str) -> None:
     code = f"import {module}, sys; print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

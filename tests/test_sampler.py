@@ -31,9 +31,9 @@ from stretto.aggregate.all_reduce import AllReduce
 from stretto.distributing import distribute, join
 from stretto.epoch_order import order
 from stretto.errors import ConfigurationError
-from stretto.job.detect import Launch
+from stretto.job import Job
+from stretto.launching.detect import Launch
 from stretto.sampler import Sampler
-from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 from stretto.timeouts import Timeouts

@@ -18,9 +18,9 @@ from stretto.collectives.plan import Kind
 from stretto.compress.none import NoCompression
 from stretto.distributing import distribute, engine_of
 from stretto.errors import ConfigurationError
+from stretto.job import Job
 from stretto.parsing import parse
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
-from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 

@@ -17,7 +17,7 @@ import stretto
 from engine.worker import RING, assert_equal_everywhere, seeded, start, state_of
 from stretto.distributing import distribute, join, weight
 from stretto.errors import ConfigurationError, PeerLost, RankMismatch
-from stretto.session import Job
+from stretto.job import Job
 from stretto.sync_batch_norm import SyncBatchNorm
 from stretto.testing import run_jobs
 from stretto.timeouts import Timeouts

@@ -6,13 +6,13 @@ import threading
 import pytest
 
 import stretto.testing
-import stretto.wire.network_model
+import stretto.testing.network_model
 from stretto.errors import ConfigurationError, PeerLost
 from stretto.testing import RanksHung, ThreadsLeft, run_threads, run_virtual, wait_for
+from stretto.testing.in_process import BufferChanged
+from stretto.testing.threads import threads_world
+from stretto.testing.virtual import VirtualWire, virtual_world
 from stretto.wire.base import Tag, Wire
-from stretto.wire.in_process import BufferChanged
-from stretto.wire.threads import threads_world
-from stretto.wire.virtual import VirtualWire, virtual_world
 
 TAG = Tag(1, 0, 0)
 
@@ -22,7 +22,7 @@ def wait_for_ever(wire: Wire) -> None:
         wire.progress(60.0)
 
 
-@pytest.mark.parametrize("module", [stretto.testing, stretto.wire.network_model])
+@pytest.mark.parametrize("module", [stretto.testing, stretto.testing.network_model])
 def test_the_examples_in_the_text_are_true(module: object) -> None:
     result = doctest.testmod(module)  # type: ignore[arg-type]
     assert result.attempted > 0 and result.failed == 0

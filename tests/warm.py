@@ -1,12 +1,12 @@
 """Commands that would start interpreters, run by forks of a process that has torch: what `preloaded.shell` is made of.
 
     bash ── python train.py ──────────▶ a fork runs train.py
-         ── stretto run -n 2 train.py ▶ a fork is the launcher ── its keeper, a fork ── workers: forks that run train.py
+         ── stretto run -n 2 train.py ▶ a fork is the launcher ── its supervisor, a fork ── workers: forks that run train.py
 
-A fork takes the place of `exec` and of nothing else: the launcher, the keeper and the workers are the processes that they always
-are, with their own pids, sessions, pipes, environments and exit codes. Only `python [-u] SCRIPT` is run so; any other command
-line, such as the coordinator's, is executed. What is not shown here is how an interpreter starts and what it imports:
-`tests/test_examples.py` and `tests/job/test_launch.py` start real ones.
+A fork takes the place of `exec` and of nothing else: the launcher, the supervisor and the workers are the processes that they
+always are, with their own pids, sessions, pipes, environments and exit codes. Only `python [-u] SCRIPT` is run so; any other
+command line, such as the coordinator's, is executed. What is not shown here is how an interpreter starts and what it imports:
+`tests/test_examples.py` and `tests/launching/test_launch.py` start real ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import torch
 
 from stretto import cli
-from stretto.job import keeper, processes
+from stretto.launching import processes, supervisor
 
 PR_SET_PDEATHSIG = 1
 
@@ -164,10 +164,10 @@ def as_main_program(function: Callable[[], int]) -> int:
     return code
 
 
-# ---------------------------------------------------------------- the keeper and its workers
+# ---------------------------------------------------------------- the supervisor and its workers
 
 
-class ForkedKeeper(keeper.Keeper):
+class ForkedSupervisor(supervisor.Supervisor):
     """It forks as ever; a worker then runs its script instead of executing an interpreter that would."""
 
     def become(self, command: dict[str, Any]) -> None:
@@ -190,7 +190,7 @@ def close_as_exec_does() -> None:
 
 
 class KeeperProcess(subprocess.Popen[bytes]):
-    """`Popen([python, -I, -S, keeper.py, ...])`, by a fork."""
+    """`Popen([python, -I, -S, supervisor.py, ...])`, by a fork."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *more: Any) -> None:
         self.pid = os.fork()
@@ -202,14 +202,14 @@ class KeeperProcess(subprocess.Popen[bytes]):
             close_as_exec_does()
             signal.set_wakeup_fd(-1)
             sys.argv = list(args[3:])
-            keeper.Keeper = ForkedKeeper  # type: ignore[misc]
-            keeper.main()
+            supervisor.Supervisor = ForkedSupervisor  # type: ignore[misc]
+            supervisor.main()
             os._exit(0)
         self._child_created = True
 
 
 class Subprocess:
-    """`subprocess`, as the launcher's end of the keeper uses it."""
+    """`subprocess`, as the launcher's end of the supervisor uses it."""
 
     DEVNULL = subprocess.DEVNULL
     TimeoutExpired = subprocess.TimeoutExpired

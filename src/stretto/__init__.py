@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from stretto.errors import WireError as WireError
     from stretto.errors import WireTimeout as WireTimeout
     from stretto.errors import WorkerFailed as WorkerFailed
-    from stretto.job.in_process import launch as launch
+    from stretto.launching.spawn import launch as launch
     from stretto.optim.lamb import LAMB as LAMB
     from stretto.optim.lars import LARS as LARS
     from stretto.optim.linear_warmup import LinearWarmUp as LinearWarmUp
@@ -121,7 +121,7 @@ _HOME = {
         "NonFiniteGradient", "PeerLost", "RankMismatch", "RendezvousError", "SecretError", "StrettoError", "UnreachableError",
         "WireError", "WireTimeout", "WorkerFailed",
     ),
-    "stretto.job.in_process": ("launch",),
+    "stretto.launching.spawn": ("launch",),
     "stretto.optim.lamb": ("LAMB",),
     "stretto.optim.lars": ("LARS",),
     "stretto.optim.linear_warmup": ("LinearWarmUp",),

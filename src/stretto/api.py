@@ -22,9 +22,9 @@ import torch
 from stretto.collectives.admission import Number, as_before, as_number, as_tensor
 from stretto.collectives.reduction import Op
 from stretto.errors import ConfigurationError
-from stretto.job.detect import detect_here
+from stretto.job import Job, WireName, check_wire, join
+from stretto.launching.detect import detect_here
 from stretto.observe.termination import before_termination
-from stretto.session import Job, WireName, check_wire, join
 from stretto.timeouts import Timeouts
 
 Algorithm = Literal[
@@ -35,7 +35,7 @@ Algorithm = Literal[
 _job: ContextVar[Job | None] = ContextVar("stretto_job", default=None)
 
 
-class _Process:
+class _ThisProcess:
     """What belongs to this process: the job that it is in. `left_in`: the process that was in one before and has left it."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class _Process:
         self.joining = threading.RLock()
 
 
-_process = _Process()
+_process = _ThisProcess()
 
 
 def _find_job() -> Job | None:

@@ -49,9 +49,9 @@ from stretto.engine import memory
 from stretto.engine.engine import Engine
 from stretto.engine.state import kinds, load_exactly, put_together, take_apart
 from stretto.errors import CheckpointError, ConfigurationError, StrettoError
+from stretto.job import Job
 from stretto.plan.choose import Choices
 from stretto.sampler import Sampler
-from stretto.session import Job
 
 FORMAT = 2
 END_OF_ARCHIVE = b"\0\0"  # the length of a comment that is not there

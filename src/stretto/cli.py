@@ -87,7 +87,7 @@ def run(
     The job ends when all have ended. If one fails, all are ended within 5 s, its traceback is printed last and its
     exit code is ours. With --max-restarts all begin anew, and a script that loads its last checkpoint goes on from there.
     """
-    from stretto.job import launch, launch_plan
+    from stretto.launching import launch, launch_plan
 
     plan = launch_plan.make_plan(
         target,
@@ -123,7 +123,7 @@ def trace(
 @app.command()
 def doctor(json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
     """Print what to paste into a bug report: versions, devices, network, limits. Secrets are left out."""
-    from stretto.job import doctor
+    from stretto.launching import doctor
 
     findings = doctor.examine(os.environ)
     sys.stdout.write(doctor.as_json(findings) if json else doctor.as_text(findings))
@@ -132,7 +132,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="For machines.")] =
 @app.command()
 def secret() -> None:
     """Print a new job secret. Use: stretto secret > job.secret, then copy the file to every machine of the job."""
-    from stretto.job import secret
+    from stretto.launching import secret
 
     if stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode):
         os.fchmod(sys.stdout.fileno(), 0o600)  # the shell made the file readable to all before we were started

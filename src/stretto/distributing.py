@@ -30,10 +30,10 @@ from stretto.engine.keeping import keep_with
 from stretto.engine.state import copy_model, copy_optimizer, copy_scaler, share_optimizer
 from stretto.engine.stepping import decides_by_loss
 from stretto.errors import ConfigurationError
+from stretto.job import Job
 from stretto.observe.compute import trace_compute
 from stretto.parsing import parse
 from stretto.plain_state import look_as_before, look_plain
-from stretto.session import Job
 from stretto.strategy import Strategy
 
 M = TypeVar("M", bound=nn.Module)

@@ -35,7 +35,7 @@ from stretto.api import current_job
 from stretto.epoch_order import Drawn, Indices, Numbers
 from stretto.errors import ConfigurationError
 from stretto.following import Batching, Followed, batching_of
-from stretto.session import Job
+from stretto.job import Job
 
 B = TypeVar("B")
 

@@ -38,7 +38,7 @@ from torch.nn.parameter import UninitializedParameter
 from stretto.api import current_job, is_initialized
 from stretto.collectives.plan import Kind
 from stretto.errors import ConfigurationError
-from stretto.session import Job
+from stretto.job import Job
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -50,7 +50,7 @@ class SyncBatchNorm(_BatchNorm):
     and inside `stretto.join`, training is a ConfigurationError. It cannot be differentiated twice.
     """
 
-    _link: _Link | None = None
+    _link: _JobTie | None = None
     _where = ""
 
     @classmethod
@@ -85,10 +85,10 @@ class SyncBatchNorm(_BatchNorm):
         self._track(mean, variance * (count / (count - 1)))
         return cast(Tensor, _Normalise.apply(input, self.weight, self.bias, mean, variance, self.eps, count, link, number))  # type: ignore[no-untyped-call]
 
-    def _linked(self) -> _Link:
+    def _linked(self) -> _JobTie:
         """To the job of this thread; a recomputation on a GPU runs in a thread of autograd's, where there is none to be seen."""
         if self._link is None or (is_initialized() and current_job() is not self._link.job):
-            self._link = _Link(current_job(), self._where)
+            self._link = _JobTie(current_job(), self._where)
         return self._link
 
     @torch.no_grad()
@@ -116,7 +116,7 @@ def _check_convertible(name: str, layer: _BatchNorm) -> None:
         )
 
 
-class _Link:
+class _JobTie:
     """A layer's tie to its job: two channels, and how often each was used. A copy of the layer is tied to nothing."""
 
     def __init__(self, job: Job, where: str) -> None:
@@ -186,7 +186,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float, count: int,
-        link: _Link, number: int,
+        link: _JobTie, number: int,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt())
         ctx.count, ctx.link, ctx.number = count, link, number

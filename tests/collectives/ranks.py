@@ -13,9 +13,9 @@ from stretto.collectives.execute import Communicator
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import DEFAULT_SEGMENT_BYTES, Pending, Request
 from stretto.testing import run_threads
+from stretto.testing.threads import threads_world
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
-from stretto.wire.threads import threads_world
 
 ALL_REDUCES = catalogue.names(Kind.ALL_REDUCE)
 PATIENT = Timeouts(arrive_s=30.0)

@@ -17,18 +17,18 @@ from stretto.collectives import catalogue
 from stretto.collectives.catalogue import CATALOGUE
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import EAGER_AHEAD, Communicator
-from stretto.collectives.news import Begun
+from stretto.collectives.messages import Begun
 from stretto.collectives.plan import Kind, Recv, Send, chunk_start
 from stretto.collectives.request import Request
 from stretto.collectives.run import EAGER_BYTES, compiled
 from stretto.errors import ConfigurationError, StrettoError
 from stretto.plan.costs import plan_cost
 from stretto.testing import run_threads, run_virtual
+from stretto.testing.network_model import Link, NetworkModel
+from stretto.testing.threads import threads_world
+from stretto.testing.virtual import VirtualWire
 from stretto.wire.base import Wire
 from stretto.wire.frames import HEADER_BYTES
-from stretto.wire.network_model import Link, NetworkModel
-from stretto.wire.threads import threads_world
-from stretto.wire.virtual import VirtualWire
 
 SEGMENT_BYTES = 32  # eight floats: a few dozen elements make several segments
 KINDS = [entry for entry in CATALOGUE.values() if entry.kind not in (Kind.ALL_REDUCE, Kind.BARRIER)]

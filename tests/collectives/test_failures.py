@@ -20,14 +20,14 @@ from stretto.collectives.plan import Kind
 from stretto.collectives.request import Request
 from stretto.collectives.run import EAGER_BYTES
 from stretto.errors import FrameError, PeerLost, RankMismatch, WireError, WireTimeout
-from stretto.job.membership import ranks_text
+from stretto.launching.membership import ranks_text
 from stretto.testing import run_threads, run_virtual
+from stretto.testing.faults import Cut, Kill, Pause
+from stretto.testing.network_model import Link, NetworkModel
+from stretto.testing.threads import threads_world
+from stretto.testing.virtual import VirtualWire
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
-from stretto.wire.faults import Cut, Kill, Pause
-from stretto.wire.network_model import Link, NetworkModel
-from stretto.wire.threads import threads_world
-from stretto.wire.virtual import VirtualWire
 
 MODEL = NetworkModel(Link(latency_s=1e-4, bytes_per_s=1e8))
 IMPATIENT = Timeouts(warn_s=2.0, arrive_s=10.0)

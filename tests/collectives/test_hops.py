@@ -25,12 +25,12 @@ from stretto.collectives.request import DEFAULT_SEGMENT_BYTES, Pending, Request
 from stretto.collectives.run import EAGER_BYTES
 from stretto.collectives.schedule import Action, Schedule, Task, compile_hops, compile_plan
 from stretto.errors import ConfigurationError, FrameError, MalformedPayload, RankMismatch
+from stretto.job import Job
 from stretto.observe.trace import Tracer
-from stretto.session import Job
 from stretto.testing import run_jobs, run_threads, run_virtual
+from stretto.testing.network_model import Link, NetworkModel
 from stretto.wire.base import Wire
 from stretto.wire.frames import HEADER_BYTES
-from stretto.wire.network_model import Link, NetworkModel
 from wire.socket_world import Make, socket_world, tcp, zeromq
 
 UNIT = 8

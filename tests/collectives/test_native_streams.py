@@ -11,9 +11,9 @@ import torch
 from collectives.test_streams import stream
 from stretto.collectives import execute, inquiry
 from stretto.errors import RankMismatch
-from stretto.job.detect import Launch
-from stretto.job.membership import Peer
-from stretto.session import Job
+from stretto.job import Job
+from stretto.launching.detect import Launch
+from stretto.launching.membership import Peer
 from stretto.testing import run_threads
 from stretto.timeouts import Timeouts
 from stretto.wire.torch_group import TorchGroupWire

@@ -19,9 +19,9 @@ from stretto.collectives.plan import Kind, PlanMaker, Recv, Send
 from stretto.collectives.ring import ring
 from stretto.collectives.round_robin import round_robin
 from stretto.collectives.torus import nearly_square, torus
-from stretto.collectives.verify import verify
 from stretto.errors import ConfigurationError
 from stretto.plan.costs import count
+from stretto.testing.verify import verify
 
 ENTRIES = list(CATALOGUE.values())
 SIZES = [*range(1, 13), 15, 16, 17, 31, 33, 48, 64]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stretto.collectives.staging import Staging
-from stretto.session import Job
+from stretto.job import Job
 from stretto.testing import run_jobs
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

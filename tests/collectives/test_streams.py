@@ -18,12 +18,12 @@ from stretto.collectives.plan import Kind
 from stretto.collectives.request import Outside
 from stretto.collectives.whereabouts import Whereabouts
 from stretto.errors import RankMismatch, WireError, WireTimeout
-from stretto.job.membership import ranks_text
-from stretto.session import Job
+from stretto.job import Job
+from stretto.launching.membership import ranks_text
 from stretto.testing import run_jobs, run_virtual
+from stretto.testing.network_model import Link, NetworkModel
+from stretto.testing.virtual import VirtualWire
 from stretto.timeouts import Timeouts
-from stretto.wire.network_model import Link, NetworkModel
-from stretto.wire.virtual import VirtualWire
 
 MODEL = NetworkModel(Link(latency_s=1e-4, bytes_per_s=1e8))
 SOON_S = 3.0  # after the last rank has got stuck

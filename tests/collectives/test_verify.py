@@ -9,8 +9,8 @@ import pytest
 
 from stretto.collectives.catalogue import CATALOGUE, Entry
 from stretto.collectives.plan import Buffer, Kind, Local, Operation, Plan, Recv, Send
-from stretto.collectives.verify import PlanError, verify, verify_plans
 from stretto.errors import StrettoError
+from stretto.testing.verify import PlanError, verify, verify_plans
 
 ENTRIES = list(CATALOGUE.values())
 SIZE = 5

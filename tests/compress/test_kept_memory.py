@@ -34,10 +34,10 @@ from stretto.compress.tern_grad import TernGrad
 from stretto.compress.threshold import Threshold
 from stretto.compress.top_k import TopK
 from stretto.distributing import distribute
+from stretto.job import Job
 from stretto.plan.choose import Choices
 from stretto.plan.network import LinkEstimate
 from stretto.schedule.orders import AfterBackward
-from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 

@@ -13,7 +13,7 @@ from engine.worker import RING, mlp, start
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.distributing import distribute, engine_of, join, no_sync
 from stretto.errors import ConfigurationError
-from stretto.session import Job
+from stretto.job import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 

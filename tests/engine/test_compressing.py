@@ -29,10 +29,10 @@ from stretto.compress.top_k import TopK
 from stretto.distributing import distribute, engine_of, join, no_sync, weight
 from stretto.engine.lane import Lane
 from stretto.errors import BackwardFailed, ConfigurationError, FrameError, NonFiniteGradient, StrettoError
+from stretto.job import Job
 from stretto.plan.choose import Choices
 from stretto.plan.network import LinkEstimate
 from stretto.schedule.orders import AfterBackward, WaitFree
-from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 

@@ -16,7 +16,7 @@ from stretto.collectives import execute, inquiry
 from stretto.compress.bfloat16 import BFloat16
 from stretto.distributing import join
 from stretto.errors import RankMismatch
-from stretto.session import Job
+from stretto.job import Job
 from stretto.testing import run_jobs
 
 

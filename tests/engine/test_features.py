@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from engine.worker import RING, assert_equal_everywhere, bytes_sent, data, mlp, seeded, start, state_of
 from stretto.distributing import distribute, engine_of
 from stretto.errors import ConfigurationError
-from stretto.session import Job
+from stretto.job import Job
 from stretto.testing import run_jobs
 
 SIZE = 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.gpu_worker import different_ways, gradients_of_three_steps
-from stretto.job.in_process import launch
+from stretto.launching.spawn import launch
 
 pytestmark = [
     pytest.mark.gpu,

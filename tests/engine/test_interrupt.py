@@ -70,7 +70,7 @@ except KeyboardInterrupt:
     if not caught:
         raise
 """
-FROM_THE_LAUNCHER = "from stretto import cli; from stretto.job import launch; launch.INTERRUPT_S = 90.0; cli.main()"
+FROM_THE_LAUNCHER = "from stretto import cli; from stretto.launching import launch; launch.INTERRUPT_S = 90.0; cli.main()"
 
 
 @pytest.fixture

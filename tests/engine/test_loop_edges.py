@@ -36,8 +36,8 @@ from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.sign import Sign
 from stretto.distributing import distribute, engine_of, join, no_sync, release, synchronize
 from stretto.errors import CheckpointError, ConfigurationError, RankMismatch
+from stretto.job import Job
 from stretto.observe.trace import Tracer
-from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 

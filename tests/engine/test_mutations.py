@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from engine.worker import RING, data, mlp, seeded, start
 from stretto.distributing import engine_of, join, weight
 from stretto.errors import RankMismatch
+from stretto.job import Job
 from stretto.schedule.orders import WaitFree
-from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 

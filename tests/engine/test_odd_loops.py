@@ -30,9 +30,9 @@ from stretto.compress.sign import Sign
 from stretto.compress.top_k import TopK
 from stretto.distributing import distribute, engine_of, join, no_sync, release, synchronize, weight
 from stretto.errors import ConfigurationError, RankMismatch
+from stretto.job import Job
 from stretto.plan.choose import Choices
 from stretto.plan.network import LinkEstimate
-from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 

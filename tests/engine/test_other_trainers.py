@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.worker import RING, data, mlp
 from stretto.distributing import distribute
 from stretto.errors import ConfigurationError
-from stretto.session import Job
+from stretto.job import Job
 from stretto.testing import run_jobs
 
 

@@ -16,10 +16,10 @@ from engine.worker import RING, OneAtATime, assert_equal_everywhere, data, gradi
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.sign import Sign
 from stretto.errors import BackwardFailed, ConfigurationError
+from stretto.job import Job
 from stretto.plan.choose import Choices
 from stretto.plan.network import LinkEstimate
 from stretto.schedule.orders import WaitFree
-from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 

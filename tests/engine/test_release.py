@@ -25,10 +25,10 @@ from stretto.compress.sign import Sign
 from stretto.distributing import distribute, engine_of
 from stretto.engine.lane import Lane
 from stretto.errors import ConfigurationError, PeerLost, StrettoError
+from stretto.job import Job
 from stretto.plan.choose import Choices
 from stretto.plan.network import LinkEstimate
 from stretto.schedule.orders import WaitFree
-from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.sync_batch_norm import SyncBatchNorm
 from stretto.testing import run_jobs

@@ -23,8 +23,8 @@ from engine.worker import (
 from laws.cases import Checkpointed
 from stretto.distributing import distribute, engine_of, join, no_sync, weight
 from stretto.errors import BackwardFailed, ConfigurationError, NonFiniteGradient, PeerLost
+from stretto.job import Job
 from stretto.schedule.orders import AfterBackward, WaitFree
-from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 

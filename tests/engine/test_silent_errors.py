@@ -12,7 +12,7 @@ from engine.worker import RING, assert_equal_everywhere, data, gradients_of, mlp
 from stretto.collectives.request import Pending
 from stretto.distributing import distribute, engine_of, no_sync
 from stretto.errors import BackwardFailed, ConfigurationError, PeerLost
-from stretto.session import Job
+from stretto.job import Job
 from stretto.testing import run_jobs
 
 SIZE = 3

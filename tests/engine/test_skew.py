@@ -12,7 +12,7 @@ import stretto
 from engine.worker import RING, Refusing, assert_equal_everywhere, data, mlp, rounds, seeded, start, state_of
 from stretto.distributing import distribute, join
 from stretto.errors import ConfigurationError, RankMismatch
-from stretto.session import Job
+from stretto.job import Job
 from stretto.testing import run_jobs
 
 

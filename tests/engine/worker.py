@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.distributing import distribute, engine_of
+from stretto.job import Job
 from stretto.schedule.orders import Buckets
-from stretto.session import Job
 from stretto.strategy import Strategy
 
 RING = Strategy(aggregate=AllReduce("ring"), schedule=Buckets(bytes=128, first_bytes=64))

@@ -81,13 +81,13 @@ def test_ctrl_c_ends_everything() -> None:
     with running, ended(running):
         assert "started" in running.stdout.readline()
         assert "started" in running.stdout.readline()
-        warden = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        supervisor = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
         running.send_signal(signal.SIGINT)
         stdout, stderr = running.communicate(timeout=LIMIT_S)
     assert running.returncode == 130
     assert "0 bye" in stdout and "1 bye" in stdout
     assert "Traceback" not in stderr
-    assert warden and not any(Path(f"/proc/{pid}").exists() for pid in warden)
+    assert supervisor and not any(Path(f"/proc/{pid}").exists() for pid in supervisor)
 
 
 # Hosts that send to each other all the time. Each says what it hears once the test has said (by a file) that it should: a host
@@ -127,7 +127,7 @@ def test_a_link_is_cut_and_mended_from_another_terminal(tmp_path: Path) -> None:
 
 def test_the_table_sets_the_workers_own_count_beside_the_interfaces() -> None:
     worker = (
-        "import os, socket; from stretto.job.ledger_file import write_ledger; rank = int(os.environ['RANK'])\n"
+        "import os, socket; from stretto.launching.ledger_file import write_ledger; rank = int(os.environ['RANK'])\n"
         "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
         "for _ in range(100): s.sendto(bytes(1000), (f'10.81.0.{2 - rank}', 7000))\n"
         "write_ledger(os.environ['STRETTO_LEDGER'], 100_000)\n"
@@ -146,7 +146,7 @@ def test_the_table_sets_the_workers_own_count_beside_the_interfaces() -> None:
 
 def test_a_count_that_is_far_off_gets_a_warning() -> None:
     worker = (
-        "import os, socket; from stretto.job.ledger_file import write_ledger; rank = int(os.environ['RANK'])\n"
+        "import os, socket; from stretto.launching.ledger_file import write_ledger; rank = int(os.environ['RANK'])\n"
         "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
         "for _ in range(2000): s.sendto(bytes(1000), (f'10.81.0.{2 - rank}', 7000))\n"
         "write_ledger(os.environ['STRETTO_LEDGER'], 2_040_000 if rank else 1_500_000)\n"

@@ -252,18 +252,18 @@ def test_the_coordinator_answers_from_every_host() -> None:
 @pytest.mark.alone
 def test_a_running_lab_takes_orders_about_links_from_other_processes() -> None:
     with Lab(hosts=2, name=f"test-{os.getpid()}") as lab:
-        control.ask(lab.name, messages.Cut(1))
+        control.ask(lab.name, messages.CutHost(1))
         with pytest.raises(JobError):
             lab.measure_tcp(0, 1, 1000, timeout_s=0.3)
         control.ask(lab.name, messages.Restore(1))
         control.ask(lab.name, messages.SetRate(1, 6_250_000))
         assert quickest(lab, 0, 1, 1_250_000, 0.23)[0] == pytest.approx(0.2, rel=0.15)
         with pytest.raises(ConfigurationError, match="from 0 to 1"):
-            control.ask(lab.name, messages.Cut(2))
+            control.ask(lab.name, messages.CutHost(2))
         with pytest.raises(ConfigurationError, match="running already"):
             Lab(hosts=1, name=lab.name)
         with pytest.raises(JobError, match="these are"):
-            control.ask("another", messages.Cut(0))
+            control.ask("another", messages.CutHost(0))
 
 
 def test_garbage_on_the_control_socket_is_answered_and_harms_nothing() -> None:
@@ -286,7 +286,7 @@ lab = Lab(hosts=2)
 job = lab.start(["sh", "-c", "setsid sleep 600 & exec sleep 600"], coordinator=True)
 strays = lab.spawn(0, ["sh", "-c", "ps ax -o pid=,args= 2>/dev/null | cat >/dev/null; echo ready"])
 strays.wait(60)
-print(lab.name, lab._warden.pid, *(process.pid for process in job.processes), flush=True)
+print(lab.name, lab._supervisor.pid, *(process.pid for process in job.processes), flush=True)
 time.sleep(600)
 """
 
@@ -305,7 +305,7 @@ def test_killing_the_process_that_made_a_lab_leaves_nothing_behind(eventually: E
     assert maker.stdout is not None
     with maker, maker.stdout:
         name, *pids = maker.stdout.readline().split()
-        eventually(lambda: len(descendants(maker.pid)) >= 7)  # 2 of the warden, coordinator, 2 x 2 sleeps
+        eventually(lambda: len(descendants(maker.pid)) >= 7)  # 2 of the supervisor, coordinator, 2 x 2 sleeps
         everything = descendants(maker.pid)
         assert set(map(int, pids)) <= everything
         maker.kill()
@@ -316,9 +316,9 @@ def test_killing_the_process_that_made_a_lab_leaves_nothing_behind(eventually: E
 def test_killing_the_warden_ends_every_process_and_fails_every_wait(eventually: Eventually) -> None:
     with Lab(hosts=2) as lab:
         job = lab.start(["sh", "-c", "setsid sleep 600 & exec sleep 600"], coordinator=False)
-        eventually(lambda: len(descendants(lab._warden.pid)) >= 5)
-        everything = descendants(lab._warden.pid)
-        lab._warden.kill()
+        eventually(lambda: len(descendants(lab._supervisor.pid)) >= 5)
+        everything = descendants(lab._supervisor.pid)
+        lab._supervisor.kill()
         eventually(lambda: not any(map(alive, everything)))
         with pytest.raises(JobError, match="died"):
             lab.counters()
@@ -328,18 +328,18 @@ def test_killing_the_warden_ends_every_process_and_fails_every_wait(eventually: 
 def test_closing_a_lab_ends_daemons_too(eventually: Eventually) -> None:
     with Lab(hosts=1) as lab:
         process = lab.spawn(0, ["sh", "-c", "setsid sleep 600 & exec sleep 600"])
-        warden = lab._warden.pid
+        supervisor = lab._supervisor.pid
 
         def outside_its_group() -> list[int]:
             with contextlib.suppress(ProcessLookupError):  # one has ended meanwhile: look again
-                return [pid for pid in descendants(warden) if os.getpgid(pid) not in (process.pid, os.getpgid(warden))]
+                return [pid for pid in descendants(supervisor) if os.getpgid(pid) not in (process.pid, os.getpgid(supervisor))]
             return []
 
         eventually(lambda: len(outside_its_group()) == 1)
         process.kill()
         assert process.wait(60) == -signal.SIGKILL
-        everything = descendants(warden)
-        assert len(everything) == 2  # the warden's child, and the daemon, which was not killed with the rest
+        everything = descendants(supervisor)
+        assert len(everything) == 2  # the supervisor's child, and the daemon, which was not killed with the rest
     assert not any(map(alive, everything))
 
 

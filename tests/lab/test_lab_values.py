@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from stretto.errors import ConfigurationError, JobError
-from stretto.job.launch_plan import threads_each
-from stretto.job.ledger_file import Ledger, read_ledger, write_ledger
 from stretto.lab import Lab, control, messages
-from stretto.lab.environment import Run, host_environment
+from stretto.lab.environment import SharedByHosts, host_environment
 from stretto.lab.ledger import Traffic, excess, warning
 from stretto.lab.rates import FRAME_BYTES, describe_rate, parse_rate, shape
 from stretto.lab.slow import PERIOD_S, DutyCycle, parse_slow
+from stretto.launching.launch_plan import threads_each
+from stretto.launching.ledger_file import WireCount, read_ledger, write_ledger
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_a_duty_cycle_has_the_documented_period() -> None:
     assert cycle.due == pytest.approx(PERIOD_S)
 
 
-def run_of(world_size: int, rendezvous: str | None = "10.81.0.1:4000") -> Run:
-    return Run(world_size=world_size, rendezvous=rendezvous, secret="ab" * 32, encrypt=False, master_port=29501)
+def run_of(world_size: int, rendezvous: str | None = "10.81.0.1:4000") -> SharedByHosts:
+    return SharedByHosts(world_size=world_size, rendezvous=rendezvous, secret="ab" * 32, encrypt=False, master_port=29501)
 
 
 def test_each_host_is_one_rank_to_stretto_and_to_torch() -> None:
@@ -114,14 +114,14 @@ def test_a_ledger_comes_back_as_written_and_garbage_is_no_ledger(tmp_path: Path)
     path = tmp_path / "0.json"
     assert read_ledger(path) is None
     write_ledger(str(path), 1000)
-    assert read_ledger(path) == Ledger(1000)
+    assert read_ledger(path) == WireCount(1000)
     path.write_bytes(b"\xff" * 10_000)
     assert read_ledger(path) is None
 
 
 def test_excess_is_the_share_the_interface_sent_more() -> None:
-    assert excess(Traffic(1040, 0), Ledger(1000)) == pytest.approx(0.04)
-    assert excess(Traffic(1040, 0), Ledger(0)) == float("inf")
+    assert excess(Traffic(1040, 0), WireCount(1000)) == pytest.approx(0.04)
+    assert excess(Traffic(1040, 0), WireCount(0)) == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_excess_is_the_share_the_interface_sent_more() -> None:
     ],
 )
 def test_counts_more_than_five_per_cent_apart_are_a_warning(sent: int, received: int, counted: int, warns: bool) -> None:
-    traffic, ledger = Traffic(sent, received), Ledger(counted)
+    traffic, ledger = Traffic(sent, received), WireCount(counted)
     said = warning(3, traffic, ledger)
     assert (said is not None) == warns
     if said is not None:
@@ -163,14 +163,14 @@ def test_garbage_and_oversized_messages_are_refused_and_their_descriptors_closed
 
 def test_a_stranger_may_ask_for_links_and_for_nothing_else() -> None:
     with pytest.raises(msgspec.DecodeError):
-        messages.LINK_ENVELOPE.decode(msgspec.json.encode(messages.Envelope(1, messages.Spawn(0, False))))
+        messages.LINK_ENVELOPE.decode(msgspec.json.encode(messages.NumberedRequest(1, messages.Spawn(0, False))))
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 41, "a b"])
 def test_a_name_that_is_no_directory_name_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "runtime_directory", lambda: tmp_path)
     with pytest.raises(ConfigurationError, match="--name"):
-        control.Place(name)
+        control.LabFolder(name)
 
 
 def test_the_directory_for_sockets_must_be_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_left_overs_of_killed_labs_are_cleared_and_with_no_lab_the_message_says_
     monkeypatch.setattr(control, "runtime_directory", lambda: tmp_path)
     (tmp_path / "killed" / "ledger").mkdir(parents=True)
     with pytest.raises(JobError, match="stretto lab --hosts"):
-        control.ask(None, messages.Cut(0))
+        control.ask(None, messages.CutHost(0))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,7 +27,7 @@ from laws.strategies import EVERY_ALGORITHM, PLAIN, SMALL_BUCKETS, STRATEGIES, W
 from laws.training import alone, assert_close, assert_same_bits, build, share, state_of, together
 from stretto.checkpoint import load, save
 from stretto.collectives import catalogue
-from stretto.collectives.news import Begun
+from stretto.collectives.messages import Begun
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Request
 from stretto.collectives.run import EAGER_BYTES
@@ -35,10 +35,10 @@ from stretto.collectives.schedule import Action, compile_plan
 from stretto.distributing import distribute, engine_of
 from stretto.engine.bucket import Bucket
 from stretto.errors import BackwardFailed, RankMismatch
+from stretto.job import Job
 from stretto.plan.choose import Choices
 from stretto.plan.network import LinkEstimate
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
-from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 from stretto.wire.frames import HEADER_BYTES

@@ -28,11 +28,11 @@ from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
 from stretto.compress.state import SERVER
 from stretto.distributing import distribute, engine_of
+from stretto.job import Job
 from stretto.parsing import parse
 from stretto.plan.choose import Choices
 from stretto.plan.network import LinkEstimate
 from stretto.schedule.orders import AfterBackward, Buckets, Schedule, WaitFree
-from stretto.session import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 

@@ -9,7 +9,7 @@ from laws.workers import compile_in_every_way, disagree, learn, learn_compressed
 from preloaded import Preloaded
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.errors import WorkerFailed
-from stretto.job.in_process import launch
+from stretto.launching.spawn import launch
 from stretto.schedule.orders import Buckets
 from stretto.strategy import Strategy
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from laws.cases import BY_NAME, TOLERANCES, Case
 from stretto.distributing import distribute, engine_of
 from stretto.engine.bucket import Bucket
-from stretto.session import Job
+from stretto.job import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 

@@ -14,9 +14,9 @@ from laws.cases import BY_NAME
 from laws.training import alone, assert_close, build, digest, share, state_of, train
 from stretto.distributing import distribute
 from stretto.errors import PeerLost, RankMismatch
+from stretto.job import WireName
 from stretto.parsing import parse
 from stretto.schedule.orders import WaitFree
-from stretto.session import WireName
 from stretto.strategy import Strategy
 
 

@@ -20,13 +20,13 @@ from stretto.collectives.plan import Kind
 from stretto.collectives.request import Request
 from stretto.distributing import distribute
 from stretto.errors import ConfigurationError
-from stretto.job.detect import Launch, detect
-from stretto.job.membership import Peer
+from stretto.job import Job
+from stretto.launching.detect import Launch, detect
+from stretto.launching.membership import Peer
 from stretto.observe import compute, ledger, trace
 from stretto.observe.clocks import enclose
-from stretto.observe.merge import Event, TraceFile, merge, missing_ranks, read, total
+from stretto.observe.merge import TraceEvent, TraceFile, merge, missing_ranks, read, total
 from stretto.observe.trace import About, Span, Tracer, lanes
-from stretto.session import Job
 from stretto.testing import run_threads
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
@@ -254,9 +254,9 @@ def test_merged_files_have_a_process_per_rank_and_begin_at_zero(tmp_path: Path) 
 
 
 def test_shares_are_of_the_training_and_not_of_what_came_before_it() -> None:
-    def span(category: str, begin_ms: float, end_ms: float, num_bytes: int = 0) -> Event:
+    def span(category: str, begin_ms: float, end_ms: float, num_bytes: int = 0) -> TraceEvent:
         duration = (end_ms - begin_ms) * 1000
-        return Event("X", category, 0, 0, begin_ms * 1000, duration, category, {"bytes": num_bytes} if num_bytes else {})
+        return TraceEvent("X", category, 0, 0, begin_ms * 1000, duration, category, {"bytes": num_bytes} if num_bytes else {})
 
     start_up = [span("wait", 0, 700), span("send", 0, 10, 64), span("wait", 790, 810)]  # links are measured for most of a second
     steps = [span("compute", 800, 850), span("wait", 850, 870), span("update", 870, 880), span("send", 851, 900, 36)]

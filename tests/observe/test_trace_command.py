@@ -12,7 +12,7 @@ import pytest
 
 from preloaded import Preloaded
 from stretto.observe.command import show_trace
-from stretto.observe.merge import Event, TraceFile
+from stretto.observe.merge import TraceEvent, TraceFile
 from stretto.observe.trace import About
 
 LIMIT_S = 110
@@ -75,10 +75,10 @@ def test_the_table_is_whole_in_80_columns_and_also_where_less_is_offered(
         )  # fmt: skip
         day = 86_400e6
         events = [
-            Event("X", "send to 1", rank, 1, 0.0, 5.0, "send", {"bytes": 112_730_504}),
-            Event("X", "forward", rank, 1, 123.45e6, day, "compute"),
-            Event("X", "send to 1", rank, 1, 200e6, 5.0, "send", {"bytes": 102_440}),
-            Event("X", "receive from 1", rank, 1, 200e6, 5.0, "receive", {"bytes": 998_765_432_100}),
+            TraceEvent("X", "send to 1", rank, 1, 0.0, 5.0, "send", {"bytes": 112_730_504}),
+            TraceEvent("X", "forward", rank, 1, 123.45e6, day, "compute"),
+            TraceEvent("X", "send to 1", rank, 1, 200e6, 5.0, "send", {"bytes": 102_440}),
+            TraceEvent("X", "receive from 1", rank, 1, 200e6, 5.0, "receive", {"bytes": 998_765_432_100}),
         ]
         (tmp_path / f"trace-rank{rank}.json").write_bytes(msgspec.json.encode(TraceFile(events, about)))
     show_trace(tmp_path, None)

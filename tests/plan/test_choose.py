@@ -31,8 +31,8 @@ from stretto.plan.choose import (
 from stretto.plan.costs import plan_cost
 from stretto.plan.network import PROBE_BYTES, LinkEstimate, measure, slowest
 from stretto.testing import run_virtual
-from stretto.wire.network_model import Link, NetworkModel
-from stretto.wire.virtual import VirtualWire
+from stretto.testing.network_model import Link, NetworkModel
+from stretto.testing.virtual import VirtualWire
 
 GIGABIT = LinkEstimate(alpha=5e-5, beta=8e-9, gamma=1e-10)
 WORLDS = [2, 3, 4, 7, 8, 16, 64]

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 
-from stretto.job.membership import Peer
+from stretto.launching.membership import Peer
 
 
 class Cable:

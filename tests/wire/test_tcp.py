@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from stretto.errors import ConfigurationError, PeerLost, SecretError, UnreachableError
-from stretto.job.membership import Peer
+from stretto.launching.membership import Peer
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Tag, Wire

@@ -8,10 +8,10 @@ import pytest
 
 from stretto.errors import ConfigurationError, PeerLost, WireError
 from stretto.testing import run_threads, wait_for
+from stretto.testing.in_process import BufferChanged, WireKilled
+from stretto.testing.threads import ThreadsWire, threads_world
 from stretto.wire.base import Tag, Wire
 from stretto.wire.frames import HEADER_BYTES
-from stretto.wire.in_process import BufferChanged, WireKilled
-from stretto.wire.threads import ThreadsWire, threads_world
 from wire.contract import Meeting, WireContract, progress_until, receive, send
 
 TAG = Tag(1, 0, 0)

@@ -22,7 +22,7 @@ from stretto.collectives.execute import Communicator
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Request
 from stretto.errors import ConfigurationError, FrameError, PeerLost, RankMismatch, WireError, WireTimeout
-from stretto.job.membership import Peer
+from stretto.launching.membership import Peer
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
 from stretto.wire.base import DigestMismatch, Handle, Tag, Wire
@@ -516,7 +516,7 @@ def test_a_backend_that_is_not_there_is_refused() -> None:
 
 WORKER = """
 import os, torch, torch.distributed as dist
-from stretto.job.membership import Peer
+from stretto.launching.membership import Peer
 from stretto.wire.tcp import TcpWire
 from stretto.wire.torch_group import TorchGroupWire, torch_group
 

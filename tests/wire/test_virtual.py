@@ -10,11 +10,11 @@ import pytest
 from stretto.collectives.plan import chunk_start
 from stretto.errors import ConfigurationError, PeerLost, WireError, WireTimeout
 from stretto.testing import run_threads, run_virtual, wait_for
+from stretto.testing.faults import Cut, Fault, Kill, Pause
+from stretto.testing.in_process import BufferChanged
+from stretto.testing.network_model import Constant, Exponential, Link, LogNormal, NetworkModel, Uniform
+from stretto.testing.virtual import OutOfBudget, VirtualDeadlock, VirtualWire, virtual_world
 from stretto.wire.base import Tag, Wire
-from stretto.wire.faults import Cut, Fault, Kill, Pause
-from stretto.wire.in_process import BufferChanged
-from stretto.wire.network_model import Constant, Exponential, Link, LogNormal, NetworkModel, Uniform
-from stretto.wire.virtual import OutOfBudget, VirtualDeadlock, VirtualWire, virtual_world
 from wire.contract import Meeting, WireContract, receive, send
 
 TAG = Tag(1, 0, 0)

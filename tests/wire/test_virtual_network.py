@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from stretto.errors import ConfigurationError
-from stretto.wire.faults import Cut, Fault, Kill, Pause
-from stretto.wire.network_model import Exponential, Link, NetworkModel, NodeName
-from stretto.wire.virtual import Outgoing, OutOfBudget, Timer, VirtualNetwork
-from stretto.wire.virtual_network import Answer
+from stretto.testing.faults import Cut, Fault, Kill, Pause
+from stretto.testing.network_model import Exponential, Link, NetworkModel, NodeName
+from stretto.testing.virtual import Outgoing, OutOfBudget, Timer, VirtualNetwork
+from stretto.testing.virtual_network import Answer
 
 
 @dataclass

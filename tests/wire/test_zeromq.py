@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from stretto.errors import ConfigurationError, FrameError, PeerLost, UnreachableError, WireError
-from stretto.job.membership import Peer
-from stretto.job.zap import secure_client
+from stretto.launching.membership import Peer
+from stretto.launching.zap import secure_client
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
 from stretto.wire import frames

@@ -20,7 +20,7 @@ import typer
 from stretto.bench.settings import DeviceChoice, PeerChoice, Settings, WireChoice, check, parse_algorithms, parse_sizes
 from stretto.bench.start import run_workers
 from stretto.errors import ConfigurationError
-from stretto.job.detect import detect
+from stretto.launching.detect import detect
 
 if TYPE_CHECKING:
     from stretto.bench.compress_settings import CompressSettings

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.collectives.plan import Kind
-from stretto.session import Job
+from stretto.job import Job
 
 
 class InFlight(Protocol):

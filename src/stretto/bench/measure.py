@@ -20,7 +20,7 @@ from stretto.bench.contenders import Contender, Ours
 from stretto.bench.results import Row, Times, make_rows
 from stretto.bench.settings import ELEMENT_BYTES, Load, Settings
 from stretto.errors import JobError
-from stretto.session import Job
+from stretto.job import Job
 
 PATTERN = 97
 Progress = Callable[[str], None]

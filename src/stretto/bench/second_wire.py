@@ -12,8 +12,8 @@ from dataclasses import replace
 import msgspec
 
 from stretto.errors import ConfigurationError
-from stretto.job.introduce import local_address
-from stretto.session import Job
+from stretto.job import Job
+from stretto.launching.introduce import local_address
 from stretto.wire.tcp import TcpWire
 from stretto.wire.zeromq import ZeroMQWire
 

@@ -13,7 +13,7 @@ import msgspec
 
 from stretto.bench.settings import Settings
 from stretto.errors import JobError
-from stretto.job import launch, launch_plan
+from stretto.launching import launch, launch_plan
 
 if TYPE_CHECKING:
     from stretto.bench.results import Report

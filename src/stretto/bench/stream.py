@@ -18,8 +18,8 @@ import torch
 
 from stretto.bench.contenders import InFlight
 from stretto.errors import ConfigurationError, PeerLost, WireTimeout
-from stretto.job.introduce import local_address
-from stretto.session import Job
+from stretto.job import Job
+from stretto.launching.introduce import local_address
 
 BLOCK_BYTES = 4 << 20
 TOKEN_BYTES = 16

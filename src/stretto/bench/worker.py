@@ -24,7 +24,7 @@ from stretto.bench.second_wire import job_over
 from stretto.bench.settings import Settings, show_size
 from stretto.bench.stream import Stream
 from stretto.errors import ConfigurationError
-from stretto.session import Job
+from stretto.job import Job
 
 
 def take_part(settings: Settings) -> tuple[int, Report]:

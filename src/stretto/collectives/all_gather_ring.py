@@ -11,8 +11,8 @@ Reference: Patarasuk and Yuan, 2009, second phase.
 
 from __future__ import annotations
 
-from stretto.collectives.around import gather_around
 from stretto.collectives.plan import Kind, Plan
+from stretto.collectives.ring_walks import gather_around
 
 
 def all_gather_ring(rank: int, size: int) -> Plan:

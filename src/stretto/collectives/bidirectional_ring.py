@@ -12,8 +12,8 @@ Reference: Patarasuk and Yuan, 2009, for the ring; both directions as on the tor
 
 from __future__ import annotations
 
-from stretto.collectives.around import gather_around, reduce_around
 from stretto.collectives.plan import Kind, Operation, Plan
+from stretto.collectives.ring_walks import gather_around, reduce_around
 
 
 def bidirectional_ring(rank: int, size: int) -> Plan:

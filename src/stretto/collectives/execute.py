@@ -35,7 +35,7 @@ import torch
 
 from stretto.collectives.hop import HopAccumulator
 from stretto.collectives.inquiry import ASK_S, Inquiry
-from stretto.collectives.news import (
+from stretto.collectives.messages import (
     TOPIC_BEGUN,
     TOPIC_BELIEF,
     TOPIC_FAILED,

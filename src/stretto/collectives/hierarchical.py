@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from stretto.collectives.around import gather_around, reduce_around
 from stretto.collectives.binomial import broadcast_down, depth, reduce_up
 from stretto.collectives.plan import Kind, Operation, Plan, PlanMaker
+from stretto.collectives.ring_walks import gather_around, reduce_around
 from stretto.collectives.torus import reduce_on_grid
 from stretto.errors import ConfigurationError
 

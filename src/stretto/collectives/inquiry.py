@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from stretto.collectives.news import TOPIC_ASK, TOPIC_STATE, Ask, Elsewhere, Name, State, decode
+from stretto.collectives.messages import TOPIC_ASK, TOPIC_STATE, Ask, Elsewhere, Name, State, decode
 from stretto.collectives.request import Outside, Pending
 from stretto.collectives.run import Run
 from stretto.collectives.whereabouts import Wait
 from stretto.errors import RankMismatch, WireTimeout
-from stretto.job.membership import ranks_text
+from stretto.launching.membership import ranks_text
 
 if TYPE_CHECKING:
     from stretto.collectives.execute import Communicator

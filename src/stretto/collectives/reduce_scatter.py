@@ -12,8 +12,8 @@ Departure: shifted by one place, so that the chunk that ends at rank r is chunk 
 
 from __future__ import annotations
 
-from stretto.collectives.around import reduce_around
 from stretto.collectives.plan import Kind, Plan
+from stretto.collectives.ring_walks import reduce_around
 
 
 def reduce_scatter(rank: int, size: int) -> Plan:

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from stretto.collectives.hop import Hop, check_hop
-from stretto.collectives.news import Name
+from stretto.collectives.messages import Name
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
 from stretto.collectives.schedule import check_length

@@ -14,8 +14,8 @@ Reference: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clus
 
 from __future__ import annotations
 
-from stretto.collectives.around import gather_around, reduce_around
 from stretto.collectives.plan import Kind, Plan
+from stretto.collectives.ring_walks import gather_around, reduce_around
 
 
 def ring(rank: int, size: int) -> Plan:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
-from stretto.collectives.news import State
+from stretto.collectives.messages import State
 from stretto.collectives.plan import Buffer, Kind
 from stretto.collectives.reduction import dtype_code
 from stretto.collectives.request import Pending, Request

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from math import isqrt
 
-from stretto.collectives.around import gather_around, reduce_around
 from stretto.collectives.plan import Kind, Operation, Plan
+from stretto.collectives.ring_walks import gather_around, reduce_around
 
 
 def torus(rank: int, size: int) -> Plan:

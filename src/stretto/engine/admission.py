@@ -17,7 +17,7 @@ from stretto.collectives.reduction import dtype_code
 from stretto.compress.codec import Compression
 from stretto.engine.other_trainers import refuse_averaging_optimizer, refuse_other_trainers
 from stretto.errors import ConfigurationError
-from stretto.session import Job
+from stretto.job import Job
 from stretto.strategy import Strategy
 
 COLLECTION_S = 2.0  # to wait for another thread's

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto.errors import ConfigurationError, RankMismatch
-from stretto.session import Job
+from stretto.job import Job
 from stretto.strategy import Strategy
 
 

@@ -18,7 +18,7 @@ from stretto.collectives.request import Pending
 from stretto.collectives.staging import Staging
 from stretto.compress.rounds import Collective, Gather, Steps, Sum, SumInHops, Transpose
 from stretto.engine.lane import Course
-from stretto.session import Job
+from stretto.job import Job
 
 MOST: Final = 8  # collectives of one bucket in one round
 LARGE_BYTES: Final = 1 << 20  # from here on an all-gather goes round the ring, where everybody sends to one neighbour only

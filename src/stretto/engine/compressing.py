@@ -27,7 +27,7 @@ from stretto.compress.state import State
 from stretto.engine.bucket import Bucket, Notes
 from stretto.engine.carrier import MOST, Carrier
 from stretto.engine.lane import Course, Lane
-from stretto.session import Job
+from stretto.job import Job
 from stretto.strategy import Strategy
 
 INFINITE = Notes._fields.index("infinite")

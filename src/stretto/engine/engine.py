@@ -60,8 +60,8 @@ from stretto.engine.stepping import Given, watch_all_optimizers
 from stretto.engine.watch import Watch
 from stretto.engine.weak_hook import Orphan, take_off, weakly, when_accumulated
 from stretto.errors import BackwardFailed
+from stretto.job import PUBLIC_CHANNEL, Job
 from stretto.plain_state import ForwardHook
-from stretto.session import PUBLIC_CHANNEL, Job
 from stretto.strategy import Strategy
 from stretto.tensors_in import tensors_in
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from stretto.errors import NonFiniteGradient
-from stretto.session import Job
+from stretto.job import Job
 
 
 class FiniteCheck:

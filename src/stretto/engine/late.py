@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.engine.bucket import gradient_dtype
-from stretto.session import Job
+from stretto.job import Job
 
 
 def combine_late(job: Job, named: Sequence[tuple[str, Tensor]], weight: float) -> float:

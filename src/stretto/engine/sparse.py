@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.engine.bucket import gradient_dtype
-from stretto.session import Job
+from stretto.job import Job
 
 
 def sparse_parameters(model: nn.Module) -> set[Tensor]:

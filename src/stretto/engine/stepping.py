@@ -28,7 +28,7 @@ from stretto.collectives.plan import Kind
 from stretto.engine.admission import check_optimizer
 from stretto.engine.misuse import unknown_optimizer_in_join
 from stretto.engine.weak_hook import owners
-from stretto.session import Job
+from stretto.job import Job
 
 if TYPE_CHECKING:
     from stretto.engine.engine import Engine

@@ -21,7 +21,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from stretto.session import Job
+from stretto.job import Job
 
 log = logging.getLogger("stretto")
 

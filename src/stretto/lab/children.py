@@ -1,4 +1,4 @@
-"""Processes inside the hosts: started by the warden, signalled as a whole, buried.
+"""Processes inside the hosts: started by the supervisor, signalled as a whole, buried.
 
 A command becomes the leader of a session of its own in the namespaces of its host and is executed directly: no shell
 and no wrapper stands between. "The processes of a host" are those in its network namespace, found in /proc, so that a
@@ -32,7 +32,7 @@ class Child:
 
 
 class Children:
-    """All commands the warden has started and not yet buried."""
+    """All commands the supervisor has started and not yet buried."""
 
     def __init__(self, hosts: Sequence[Host], own_proc: bool) -> None:
         self._hosts = hosts
@@ -124,7 +124,7 @@ def _become(host: Host, descriptors: Sequence[int], act: Callable[[], None]) -> 
         _place(descriptors)
         act()
         os._exit(0)
-    except BaseException as error:  # whatever it is, the child must not go on as a second warden
+    except BaseException as error:  # whatever it is, the child must not go on as a second supervisor
         os.write(2, f"stretto lab: {error!r}\n".encode(errors="replace"))
         os._exit(126)
 

@@ -20,16 +20,16 @@ from typing import Annotated
 
 import typer
 
-from stretto.job.detect import switch
-from stretto.job.launch_plan import trace_folder
-from stretto.job.launch_report import Failure
-from stretto.job.ledger_file import Ledger
-from stretto.job.output import STDOUT, Lines, Screen, prefix_of, wants_colour
 from stretto.lab import control, messages
-from stretto.lab.lab import Job, Lab
+from stretto.lab.lab import Lab, LabJob
 from stretto.lab.ledger import Traffic, excess, warning
 from stretto.lab.rates import describe_rate, parse_rate
 from stretto.lab.slow import parse_slow
+from stretto.launching.detect import switch
+from stretto.launching.launch_plan import trace_folder
+from stretto.launching.launch_report import Failure
+from stretto.launching.ledger_file import WireCount
+from stretto.launching.output import STDOUT, Lines, Screen, prefix_of, wants_colour
 
 _OVERDUE_S = 0.5
 _FLUSH_S = 2.0
@@ -80,7 +80,7 @@ def lab(
 @_links.command()
 def cut(host: HostArgument, name: NameOption = None) -> None:
     """Let every packet from and to HOST vanish, without a word to anybody."""
-    control.ask(name, messages.Cut(host))
+    control.ask(name, messages.CutHost(host))
 
 
 @_links.command()
@@ -107,11 +107,11 @@ def _run(made: Lab, command: list[str], output: _HostOutput) -> int:
         while not job.over_within(_OVERDUE_S):
             output.show_overdue()
             if output.unread:
-                raise _Ended(signal.SIGTERM)
+                raise _AskedToEnd(signal.SIGTERM)
         results = job.wait()
         code = 0 if job.first_failure is None else results[job.first_failure].returncode
         output.close(patience_s=float("inf"))
-    except _Ended as ended:
+    except _AskedToEnd as ended:
         job.stop(ended.signum)
         code = -ended.signum
         output.close(patience_s=_FLUSH_S)
@@ -119,7 +119,7 @@ def _run(made: Lab, command: list[str], output: _HostOutput) -> int:
     return code if code >= 0 else 128 - code
 
 
-class _Ended(Exception):
+class _AskedToEnd(Exception):
     """The user or the system asked us to end."""
 
     def __init__(self, signum: int) -> None:
@@ -128,16 +128,16 @@ class _Ended(Exception):
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP become `_Ended`; a second one while we end closes the lab at once."""
+    """Ctrl-C, SIGTERM and SIGHUP become `_AskedToEnd`; a second one while we end closes the lab at once."""
 
     def end(signum: int, frame: FrameType | None) -> None:
-        raise _Ended(signum)
+        raise _AskedToEnd(signum)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(signum, end) for signum in numbers]
     try:
         yield
-    except _Ended as ended:
+    except _AskedToEnd as ended:
         raise typer.Exit(128 + ended.signum) from None
     finally:
         for signum, handler in zip(numbers, before, strict=True):
@@ -195,7 +195,7 @@ def _greeting(made: Lab, rate: str | None, factors: dict[int, float]) -> str:
     )
 
 
-def _report(job: Job, traffic: list[Traffic], code: int) -> None:
+def _report(job: LabJob, traffic: list[Traffic], code: int) -> None:
     """What went through each interface, beside what the workers' wires counted; then who failed."""
     from rich.console import Console
     from rich.table import Table
@@ -219,19 +219,19 @@ def _report(job: Job, traffic: list[Traffic], code: int) -> None:
         _say(f"stretto lab: host {job.first_failure} failed first ({how}){_accusation(job)}; the others were ended.")
 
 
-def _accusation(job: Job) -> str:
+def _accusation(job: LabJob) -> str:
     """Whom the last words of the first that failed blame: one that was stopped, say, has not failed itself."""
     first = job.processes[job.first_failure or 0]
     accused = Failure(first.host, 0, first.returncode or 0, 0.0, first.output.encode()).accused
     return "" if accused is None else f", having lost rank {accused}"
 
 
-def _warnings(traffic: list[Traffic], ledgers: list[Ledger | None]) -> Iterator[str]:
+def _warnings(traffic: list[Traffic], ledgers: list[WireCount | None]) -> Iterator[str]:
     for host, (each, ledger) in enumerate(zip(traffic, ledgers, strict=True)):
         said = None if ledger is None else warning(host, each, ledger)
         if said is not None:
             yield said
 
 
-def _counted(traffic: Traffic, ledger: Ledger | None) -> list[str]:
+def _counted(traffic: Traffic, ledger: WireCount | None) -> list[str]:
     return [] if ledger is None else [f"{ledger.bytes_sent:,}", f"{excess(traffic, ledger):+.1%}"]

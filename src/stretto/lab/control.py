@@ -45,7 +45,7 @@ def runtime_directory() -> Path:
     return path
 
 
-class Place:
+class LabFolder:
     """The directory of one lab, locked, with the listening socket in it."""
 
     def __init__(self, name: str | None) -> None:
@@ -71,7 +71,7 @@ class Place:
         return listener
 
     def remove(self) -> None:
-        """Whatever the warden has left of the directory. Only our own: another lab may have taken the name by now."""
+        """Whatever the supervisor has left of the directory. Only our own: another lab may have taken the name by now."""
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self.lock), os.stat(self.path)):
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -144,7 +144,7 @@ def ask(name: str | None, request: messages.LinkRequest) -> None:
     if received is None:
         raise JobError(f"the lab at {path} ended before it answered.")
     reply = received[0]
-    if isinstance(reply, messages.Failed):
+    if isinstance(reply, messages.RequestFailed):
         raise (ConfigurationError if reply.configuration else JobError)(reply.message)
 
 

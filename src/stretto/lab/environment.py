@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stretto.job.launch_plan import threads_each
 from stretto.lab.network import address
+from stretto.launching.launch_plan import threads_each
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class SharedByHosts:
     """What the hosts of one run share."""
 
     world_size: int
@@ -24,7 +24,7 @@ class Run:
     master_port: int
 
 
-def host_environment(base: Mapping[str, str], run: Run, rank: int, ledger: str) -> dict[str, str]:
+def host_environment(base: Mapping[str, str], run: SharedByHosts, rank: int, ledger: str) -> dict[str, str]:
     """`base` with the variables of one host on top. Those of another launcher that mislead torch are left out."""
     environment = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
     environment.setdefault("PYTHONUNBUFFERED", "1")  # lines are shown when they are printed

@@ -4,8 +4,8 @@
         for result in lab.run([sys.executable, "train.py"], timeout_s=600):
             print(result.returncode, result.output)
 
-Each host is a network namespace with an `eth0` of its own (see `network`); everything is held by one warden process
-(see `warden`) and gone when it ends. The `Lab` object may be used from any thread.
+Each host is a network namespace with an `eth0` of its own (see `network`); everything is held by one supervisor process
+(see `supervisor`) and gone when it ends. The `Lab` object may be used from any thread.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from pathlib import Path
 from types import TracebackType
 
 from stretto.errors import ConfigurationError, JobError
-from stretto.job import coordinator_process
-from stretto.job.detect import own_environment
-from stretto.job.ledger_file import Ledger, read_ledger
 from stretto.lab import messages
-from stretto.lab.control import Place
-from stretto.lab.environment import Run, host_environment
+from stretto.lab.connection import LabConnection, LabProcess, Sink
+from stretto.lab.control import LabFolder
+from stretto.lab.environment import SharedByHosts, host_environment
 from stretto.lab.ledger import Traffic
-from stretto.lab.link import Link, Process, Sink
 from stretto.lab.network import MAX_HOSTS, address
 from stretto.lab.rates import parse_rate
 from stretto.lab.slow import check_factor
+from stretto.launching import coordinator_process
+from stretto.launching.detect import own_environment
+from stretto.launching.ledger_file import WireCount, read_ledger
 
 _FIRST_MASTER_PORT = 29500
 _READY_S = 30.0
@@ -77,11 +77,11 @@ class Lab:
         self._environ = own_environment() if environ is None else dict(environ)
         setup = messages.Setup([parse_rate(rate)] * hosts, _factors(hosts, slow or {}))
         self._jobs = 0
-        self._place = Place(name)
+        self._place = LabFolder(name)
         self.name = self._place.name
         self._closed = threading.Lock()
         try:
-            self._link, self._warden = self._start_warden()
+            self._link, self._supervisor = self._start_supervisor()
         except BaseException:
             self._place.listener.close()
             self._place.remove()
@@ -92,23 +92,23 @@ class Lab:
             self.close()
             raise
 
-    def _start_warden(self) -> tuple[Link, subprocess.Popen[bytes]]:
+    def _start_supervisor(self) -> tuple[LabConnection, subprocess.Popen[bytes]]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptors = {"--control": theirs.fileno(), "--listener": self._place.listener.fileno()}
-        command = [sys.executable, "-m", "stretto.lab.warden", "--maker", str(os.getpid())]
+        command = [sys.executable, "-m", "stretto.lab.supervisor", "--maker", str(os.getpid())]
         command += ["--directory", str(self._place.path)]
         for option, descriptor in descriptors.items():
             command += [option, str(descriptor)]
         with theirs:
-            warden = subprocess.Popen(
+            supervisor = subprocess.Popen(
                 command,
                 env=coordinator_process.importing_stretto(self._environ),
                 cwd="/",  # -m puts it first on the import path: nothing there hides a module
-                pass_fds=[*descriptors.values(), self._place.lock],  # the lock is held as long as the warden lives
+                pass_fds=[*descriptors.values(), self._place.lock],  # the lock is held as long as the supervisor lives
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        return Link(ours), warden
+        return LabConnection(ours), supervisor
 
     def __enter__(self) -> Lab:
         return self
@@ -122,10 +122,10 @@ class Lab:
             return
         self._link.close()
         try:
-            self._warden.wait(_CLOSE_S)
+            self._supervisor.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
-            self._warden.kill()  # the kernel then kills its child, and with that all the rest
-            self._warden.wait(_CLOSE_S)
+            self._supervisor.kill()  # the kernel then kills its child, and with that all the rest
+            self._supervisor.wait(_CLOSE_S)
         self._place.listener.close()
         self._place.remove()
 
@@ -141,7 +141,7 @@ class Lab:
         env: Mapping[str, str] | None = None,
         *,
         sink: Sink | None = None,
-    ) -> Process:
+    ) -> LabProcess:
         """Start one command on one host, with `env` over the inherited environment; no variables of a job are set."""
         return self._spawn(host, argv, self._environ | dict(env or {}), sink=sink)
 
@@ -152,7 +152,7 @@ class Lab:
         *,
         coordinator: bool = True,
         sink: Sink | None = None,
-    ) -> Job:
+    ) -> LabJob:
         """Start the command on every host, one rank each, with the variables of a job. `env` goes on top.
 
         Without a coordinator stretto's workers cannot meet; torch's own can.
@@ -162,8 +162,8 @@ class Lab:
         port = _FIRST_MASTER_PORT + self._jobs % 1000  # a job before this one may not have let go of its port
         secret = secrets.token_hex(32)
         service, rendezvous = self._start_coordinator(secret) if coordinator else (None, None)
-        run = Run(world_size=self.hosts, rendezvous=rendezvous, secret=secret, encrypt=self.encrypt, master_port=port)
-        job = Job(self, service)
+        run = SharedByHosts(world_size=self.hosts, rendezvous=rendezvous, secret=secret, encrypt=self.encrypt, master_port=port)
+        job = LabJob(self, service)
         for host in range(self.hosts):
             ledger = self._place.ledger / f"{self._jobs}-{host}.json"
             variables = host_environment(self._environ, run, host, str(ledger)) | dict(env or {})
@@ -180,10 +180,10 @@ class Lab:
         coordinator: bool = True,
         keep_going: bool = False,
     ) -> list[Result]:
-        """Run the command on every host to its end. When one fails the others are ended too, unless `keep_going`."""
+        """SharedByHosts the command on every host to its end. When one fails the others are ended too, unless `keep_going`."""
         return self.start(argv, env, coordinator=coordinator).wait(timeout_s, keep_going=keep_going)
 
-    def _start_coordinator(self, secret: str) -> tuple[Process, str]:
+    def _start_coordinator(self, secret: str) -> tuple[LabProcess, str]:
         reading, writing = os.pipe()
         argv = coordinator_process.argv(f"{address(0)}:0", self.hosts, 3, encrypted=self.encrypt)
         environment = coordinator_process.environment(bytes.fromhex(secret), self._environ)
@@ -209,7 +209,7 @@ class Lab:
         extra: Sequence[int] = (),
         service: bool = False,
         sink: Sink | None = None,
-    ) -> Process:
+    ) -> LabProcess:
         self._check(host)
         _check_argv(argv)
         command = messages.Command(
@@ -226,7 +226,7 @@ class Lab:
 
     def cut(self, host: int) -> None:
         """Let every packet from and to the host vanish, silently: its interface stays up, nobody gets an error."""
-        self._link.request(messages.Cut(self._check(host)))
+        self._link.request(messages.CutHost(self._check(host)))
 
     def restore(self, host: int) -> None:
         """Mend a cut link."""
@@ -248,7 +248,7 @@ class Lab:
 
     def measure_tcp(self, sender: int, receiver: int, num_bytes: int, timeout_s: float = 60.0) -> float:
         """Seconds that a bare TCP stream of so many bytes takes from one host to another."""
-        request = messages.Stream(self._check(sender), self._check(receiver), num_bytes, timeout_s)
+        request = messages.TimeStream(self._check(sender), self._check(receiver), num_bytes, timeout_s)
         process = self._link.start(receiver, request, lambda output: [output], None)
         try:
             if process.wait(2 * timeout_s + 5.0) == 0:
@@ -263,11 +263,11 @@ class Lab:
         return host
 
 
-class Job:
+class LabJob:
     """One command running on every host."""
 
-    def __init__(self, lab: Lab, coordinator: Process | None) -> None:
-        self.processes: list[Process] = []
+    def __init__(self, lab: Lab, coordinator: LabProcess | None) -> None:
+        self.processes: list[LabProcess] = []
         self.ledger_files: list[Path] = []
         self.first_failure: int | None = None  # the host that failed first, once `wait` has seen it
         self._lab = lab
@@ -303,7 +303,7 @@ class Job:
         if self._coordinator is not None:
             self._coordinator.kill()
 
-    def ledgers(self) -> list[Ledger | None]:
+    def ledgers(self) -> list[WireCount | None]:
         """What each worker's wire counted; None where it left no count."""
         return [read_ledger(path) for path in self.ledger_files]
 
@@ -332,7 +332,7 @@ def lab_available() -> str | None:
         return str(error)
 
 
-def _code(process: Process) -> int:
+def _code(process: LabProcess) -> int:
     return -signal.SIGKILL if process.returncode is None else process.returncode
 
 

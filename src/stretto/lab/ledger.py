@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from stretto.job.ledger_file import Ledger
+from stretto.launching.ledger_file import WireCount
 
 MAX_EXCESS = 0.05
 MIN_BYTES = 1_000_000
@@ -32,12 +32,12 @@ class Traffic(NamedTuple):
         return Traffic(self.sent - before.sent, self.received - before.received)
 
 
-def excess(traffic: Traffic, ledger: Ledger) -> float:
+def excess(traffic: Traffic, ledger: WireCount) -> float:
     """By which share the interface sent more than the ledger says (negative: less)."""
     return traffic.sent / ledger.bytes_sent - 1 if ledger.bytes_sent else float("inf")
 
 
-def warning(host: int, traffic: Traffic, ledger: Ledger) -> str | None:
+def warning(host: int, traffic: Traffic, ledger: WireCount) -> str | None:
     """What to say when the two counts are too far apart to be explained by headers."""
     acknowledgements = ACKNOWLEDGEMENTS * max(0, traffic.received - traffic.sent)
     payload = traffic._replace(sent=traffic.sent - int(acknowledgements))

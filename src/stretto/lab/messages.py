@@ -1,11 +1,11 @@
-"""What the user of a lab and its warden say to each other: one JSON message per packet of a UNIX socket.
+"""What the user of a lab and its supervisor say to each other: one JSON message per packet of a UNIX socket.
 
 Packets (SOCK_SEQPACKET) keep message boundaries, so neither side ever waits for the rest of a message. A packet has
 at most `MAX_BYTES`; what may be longer, the arguments and environment of a command, travels in an anonymous file
 whose descriptor comes with the message.
 
-    user   -> warden   Envelope(id, request)
-    warden -> user     Done | Spawned | Counted | Failed, with the id of the request; Exited at any time
+    user   -> supervisor   NumberedRequest(id, request)
+    supervisor -> user     Done | Spawned | Counted | RequestFailed, with the id of the request; Exited at any time
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Command(msgspec.Struct, frozen=True):
         return f"Command(argv={self.argv!r}, directory={self.directory!r})"
 
 
-class Stream(msgspec.Struct, tag=True, frozen=True):
+class TimeStream(msgspec.Struct, tag=True, frozen=True):
     """Time a bare TCP stream between two hosts. Descriptor: where to write the seconds it took."""
 
     sender: int
@@ -61,7 +61,7 @@ class Signal(msgspec.Struct, tag=True, frozen=True):
     signum: int
 
 
-class Cut(msgspec.Struct, tag=True, frozen=True):
+class CutHost(msgspec.Struct, tag=True, frozen=True):
     host: int
 
 
@@ -83,11 +83,11 @@ class Count(msgspec.Struct, tag=True, frozen=True):
     """Ask for the interface counters of every host."""
 
 
-LinkRequest = Cut | Restore | SetRate
-Request = Setup | Spawn | Stream | Signal | Cut | Restore | SetRate | SetSlow | Count
+LinkRequest = CutHost | Restore | SetRate
+Request = Setup | Spawn | TimeStream | Signal | CutHost | Restore | SetRate | SetSlow | Count
 
 
-class Envelope(msgspec.Struct, frozen=True):
+class NumberedRequest(msgspec.Struct, frozen=True):
     id: int
     request: Request
 
@@ -114,7 +114,7 @@ class Counted(msgspec.Struct, tag=True, frozen=True):
     traffic: list[tuple[int, int]]
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
+class RequestFailed(msgspec.Struct, tag=True, frozen=True):
     id: int
     message: str
     configuration: bool = False  # the request was wrong, not the lab
@@ -125,10 +125,10 @@ class Exited(msgspec.Struct, tag=True, frozen=True):
     returncode: int
 
 
-Reply = Done | Spawned | Counted | Failed
-FromWarden = Done | Spawned | Counted | Failed | Exited
+Reply = Done | Spawned | Counted | RequestFailed
+FromWarden = Done | Spawned | Counted | RequestFailed | Exited
 
-ENVELOPE: msgspec.json.Decoder[Envelope] = msgspec.json.Decoder(Envelope)
+ENVELOPE: msgspec.json.Decoder[NumberedRequest] = msgspec.json.Decoder(NumberedRequest)
 LINK_ENVELOPE: msgspec.json.Decoder[LinkEnvelope] = msgspec.json.Decoder(LinkEnvelope)
 REPLY: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 FROM_WARDEN: msgspec.json.Decoder[FromWarden] = msgspec.json.Decoder(FromWarden)
@@ -139,7 +139,7 @@ T = TypeVar("T")
 def send(sock: socket.socket, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
     data = msgspec.json.encode(message)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"a message of {len(data)} bytes: the limit between a lab and its warden is {MAX_BYTES}")
+        raise ValueError(f"a message of {len(data)} bytes: the limit between a lab and its supervisor is {MAX_BYTES}")
     if descriptors:
         socket.send_fds(sock, [data], list(descriptors))
     else:

@@ -4,7 +4,7 @@ A namespace here never has a name in the file system: it lives as long as a proc
 it, so the kernel cleans up whatever way the lab ends.
 
 Only single-threaded processes may call these (a thread has its own namespaces; `unshare` of a user namespace is refused
-in a process with several): they are called in the lab's warden, never in the process that uses the `Lab` object.
+in a process with several): they are called in the lab's supervisor, never in the process that uses the `Lab` object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x2, 0x4, 0x8
 _PR_SET_PDEATHSIG = 1
 
 
-class Refused(Exception):
+class NamespacesRefused(Exception):
     """The system does not let this user make namespaces. The text says what to do."""
 
 
@@ -43,7 +43,7 @@ def enter_private() -> None:
         return
     except OSError as refused:
         if refused.errno not in (errno.EPERM, errno.EACCES):
-            raise Refused(_advice(uid, f"unshare: {refused.strerror}")) from refused
+            raise NamespacesRefused(_advice(uid, f"unshare: {refused.strerror}")) from refused
     try:
         unshare(_NEW_USER | _PRIVATE)  # from here until the maps are written this process has no valid id
         # Without "deny" the kernel does not let an ordinary user write a group map.
@@ -52,7 +52,7 @@ def enter_private() -> None:
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     except OSError as refused:
-        raise Refused(_advice(uid, f"user namespace: {refused.strerror}")) from refused
+        raise NamespacesRefused(_advice(uid, f"user namespace: {refused.strerror}")) from refused
 
 
 def _advice(uid: int, reason: str) -> str:

@@ -4,11 +4,11 @@
                       eth0            eth0              token bucket: what the host sends
                         |               |
                       port0           port1             token bucket: what the host receives
-                        +--- switch ---+                (the warden's network namespace)
+                        +--- switch ---+                (the supervisor's network namespace)
 
 Addresses are 10.81.0.1, 10.81.0.2, ... Neighbours are entered for good, so no ARP travels: a counter shows the
 hosts' own bytes, and a cut link gives no "host unreachable", just silence. A cut takes the port off the bridge: the
-host's interface stays up, packets vanish in both directions (at the port: the warden has no address and forwards
+host's interface stays up, packets vanish in both directions (at the port: the supervisor has no address and forwards
 nothing), nobody is told.
 
 Everything is netlink through pyroute2; `ip` and `tc` need not be installed.

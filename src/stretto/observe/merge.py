@@ -21,7 +21,7 @@ FILE_NAME = re.compile(r"trace-rank\d+\.json")
 COMPUTE = ("compute", "update")
 
 
-class Event(msgspec.Struct, omit_defaults=True):
+class TraceEvent(msgspec.Struct, omit_defaults=True):
     ph: str
     name: str
     pid: int
@@ -33,7 +33,7 @@ class Event(msgspec.Struct, omit_defaults=True):
 
 
 class TraceFile(msgspec.Struct):
-    traceEvents: list[Event]
+    traceEvents: list[TraceEvent]
     otherData: About
     displayTimeUnit: str = "ms"
 
@@ -118,7 +118,7 @@ def total(file: TraceFile) -> Total:
     )
 
 
-def _time_in(spans: Sequence[Event], categories: tuple[str, ...], since: float) -> float:
+def _time_in(spans: Sequence[TraceEvent], categories: tuple[str, ...], since: float) -> float:
     """Microseconds after `since` in which at least one span of these categories was open: what is nested counts once."""
     covered, until = 0.0, since
     for span in sorted((span for span in spans if span.cat in categories), key=lambda span: span.ts):
@@ -128,6 +128,6 @@ def _time_in(spans: Sequence[Event], categories: tuple[str, ...], since: float) 
     return covered
 
 
-def _bytes_of(spans: Sequence[Event], category: str, since: float = -math.inf, until: float = math.inf) -> int:
+def _bytes_of(spans: Sequence[TraceEvent], category: str, since: float = -math.inf, until: float = math.inf) -> int:
     """The bytes of the spans of a category that began between these two times."""
     return sum(int(span.args.get("bytes", 0)) for span in spans if span.cat == category and since <= span.ts < until)

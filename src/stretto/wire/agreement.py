@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from stretto.errors import PeerLost, RankMismatch, StrettoError, WireError, WireTimeout
-from stretto.job.membership import ranks_text
+from stretto.launching.membership import ranks_text
 from stretto.wire.base import Wire
 
 REMEMBERED: Final = 512  # agreements that others have begun and this rank has not

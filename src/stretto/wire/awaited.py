@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from stretto.errors import PeerLost, UnreachableError
-from stretto.job.hosts import split_address
-from stretto.job.membership import Peer
+from stretto.launching.hosts import split_address
+from stretto.launching.membership import Peer
 
 TRY_EVERY_S: Final = 0.5
 TRY_S: Final = 0.25

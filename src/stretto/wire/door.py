@@ -29,7 +29,7 @@ import time
 from typing import Final
 
 from stretto.errors import ConfigurationError
-from stretto.job.hosts import join_address
+from stretto.launching.hosts import join_address
 from stretto.wire.handshake import Acceptor, Probe, Stranger
 
 HANDSHAKE_S: Final = 5.0

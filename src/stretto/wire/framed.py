@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
-from stretto.job.membership import Peer
+from stretto.launching.membership import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.awaited import Awaited

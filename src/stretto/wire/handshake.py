@@ -20,7 +20,7 @@ import struct
 import time
 
 from stretto.errors import SecretError
-from stretto.job.secret import derive
+from stretto.launching.secret import derive
 
 HELLO = struct.Struct("<8sIII16s")
 MAGIC = b"stretto1"

@@ -29,10 +29,10 @@ from typing import Final, NamedTuple
 
 import zmq
 
-from stretto.job.doorstep import Doorstep
-from stretto.job.hosts import join_address, split_address
-from stretto.job.monitor import next_report, open_monitor
-from stretto.job.zap import ZapHandler, secure_client, secure_server
+from stretto.launching.doorstep import Doorstep
+from stretto.launching.hosts import join_address, split_address
+from stretto.launching.monitor import next_report, open_monitor
+from stretto.launching.zap import ZapHandler, secure_client, secure_server
 from stretto.wire.door import HANDSHAKE_S, MAX_STRANGERS, hide, listen
 
 BEATS: Final = 10  # heartbeats within `silence_s`

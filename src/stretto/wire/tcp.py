@@ -32,9 +32,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.errors import SecretError
-from stretto.job.hosts import split_address
-from stretto.job.membership import Peer
-from stretto.job.secret import job_secret
+from stretto.launching.hosts import split_address
+from stretto.launching.membership import Peer
+from stretto.launching.secret import job_secret
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.awaited import TRY_EVERY_S

@@ -35,12 +35,12 @@ from collections.abc import Sequence
 import zmq
 
 from stretto.errors import UnreachableError
-from stretto.job.doorstep import Doorstep
-from stretto.job.hosts import join_address, split_address
-from stretto.job.membership import Peer
-from stretto.job.monitor import open_monitor
-from stretto.job.secret import job_secret
-from stretto.job.zap import ZapHandler, secure_client, secure_server
+from stretto.launching.doorstep import Doorstep
+from stretto.launching.hosts import join_address, split_address
+from stretto.launching.membership import Peer
+from stretto.launching.monitor import open_monitor
+from stretto.launching.secret import job_secret
+from stretto.launching.zap import ZapHandler, secure_client, secure_server
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.base import Handle

@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 
 import zmq
 
-from stretto.job.doorstep import Doorstep
-from stretto.job.monitor import next_report
-from stretto.job.zap import ZapHandler
+from stretto.launching.doorstep import Doorstep
+from stretto.launching.monitor import next_report
+from stretto.launching.zap import ZapHandler
 
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -1,0 +1,476 @@
+"""Who is in the job: the state machine that introduces workers, without a socket, a clock or a thread.
+
+    worker -> coordinator      Join, Ask, Leave
+    launcher -> coordinator    Ended (a worker that the others need not wait for)
+    coordinator -> worker      Waiting (who is missing), Table (everybody: the job is formed), Refused (why not)
+
+Each method of `Membership` takes one event and the time, and returns what is to be done: `Send` a message, or `Check`
+that an address answers (the answer comes back as `reachable` or `unreachable`). The phases:
+
+    FORMING --all joined, all addresses answer--> FORMED --all left--> finished
+       \\--deadline, unreachable address, a worker leaves or has ended--> FAILED --all told, or LINGER_S later--> finished
+
+Invariants: a Table goes out only when every rank has joined and every address has answered; all Tables are equal; once
+FAILED, nobody ever gets a Table; a worker that asks for a taken rank is refused and changes nothing for the others.
+Join is idempotent (`token` names the attempt), so a worker sends it again after every reconnection and no message has
+to be reliable. A launcher that starts its workers again (`restart`) has ended those before; while the job forms, the new
+ones take their places, and afterwards they wait for the coordinator of the next attempt.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from stretto.launching.hosts import host_name, is_loopback, split_address
+
+PROTOCOL = 3  # goes in front of every message; raise it when a message changes its meaning
+LINGER_S = 30.0  # how long a failed job tells latecomers why
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """One worker, as the others need to know it."""
+
+    rank: int
+    local_rank: int
+    host: str  # same string = same machine and same network: boot id + network namespace (see launching/hosts.py)
+    address: str  # "ip:port" of its one port
+    pid: int
+    pid_namespace: str = ""  # where `pid` means this process: containers may share a network and not their processes
+
+    def sees(self, other: Peer) -> bool:
+        """Whether `other` is a process that can be looked up in this one's /proc."""
+        return (self.host, self.pid_namespace) == (other.host, other.pid_namespace)
+
+
+class Join(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True):
+    """I am here and listen at this address."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    interface: str
+    address: str
+    pid: int
+    pid_namespace: str
+    encrypted: bool  # whether this worker encrypts what it sends to other workers
+    token: str  # random, one per attempt: tells a repeated Join from another worker with the same rank
+    patience_s: float  # how long this worker can wait for the answer
+    meet_s: float  # how long it was told to wait in all, for messages
+    restart: int = 0  # how often its launcher has started it again
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask", forbid_unknown_fields=True):
+    """Who is still missing?"""
+
+    rank: int
+    token: str
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave", forbid_unknown_fields=True):
+    """Goodbye."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended", forbid_unknown_fields=True):
+    """The process of this worker has ended, says the launcher that started it. It may never have called `stretto.init()`."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int
+    restart: int
+    how: str  # "exited with code 0"
+
+
+class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
+    missing: list[int]
+    refused: str = ""  # who was turned away meanwhile: perhaps one of the missing, with another secret
+
+
+class Table(msgspec.Struct, frozen=True, tag="table"):
+    peers: list[Peer]  # in order of rank
+    nonce: bytes  # with the secret, this gives the keys of this job's wires (see `secret.py`)
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    kind: str  # "configuration", "job", "unreachable": which error the worker raises
+    reason: str
+
+
+FromWorker = Join | Ask | Leave | Ended
+FromCoordinator = Waiting | Table | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    to: bytes
+    message: FromCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    rank: int
+    token: str
+    address: str
+
+
+Action = Send | Check
+
+
+class Why(enum.Enum):
+    """What somebody who was turned away at the door had done wrong."""
+
+    SECRET = "did not know the job secret"
+    ENCRYPTION = "had another STRETTO_ENCRYPT"
+    OTHERWISE = "did not present itself as a worker does (another program, or another version of stretto)"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    why: Why
+    address: str
+
+
+class Phase(enum.Enum):
+    FORMING = "forming"
+    FORMED = "formed"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class _Member:
+    sender: bytes
+    join: Join
+    deadline: float
+    answers: bool = False
+    left: bool = False
+
+    def __str__(self) -> str:
+        return f"pid {self.join.pid} on host {host_name(self.join.host)} ({self.join.address})"
+
+
+class Membership:
+    """The coordinator's knowledge of the job. Only its methods change it; none blocks, none raises on what a worker
+    sent. `encrypted` is what every worker must say of its own traffic, `nonce` is random and passed on to all."""
+
+    def __init__(self, world_size: int, host: str, *, encrypted: bool, nonce: bytes) -> None:
+        self.world_size = world_size
+        self._encrypted = encrypted
+        self._nonce = nonce
+        self.phase = Phase.FORMING
+        self._host = host
+        self._members: dict[int, _Member] = {}
+        self._ended: dict[int, Ended] = {}  # processes that ended without joining
+        self._failure = Refused("job", "")
+        self._failed_at = 0.0
+        self._told: set[int] = set()  # ranks that know of the failure
+        self._refused: dict[Why, tuple[int, str]] = {}  # how many, and the last one's address
+
+    # Events
+
+    def join(self, sender: bytes, message: Join, now: float) -> list[Action]:
+        problem = self._problem_with(message)
+        if problem is not None:
+            return [Send(sender, problem)]
+        member = self._members.get(message.rank)
+        if member is not None and member.join.token == message.token:
+            member.sender = sender
+            return self._status(member)
+        if self.phase is Phase.FORMING:
+            self._forget_former_attempt(message)
+            member = self._members.get(message.rank)
+        elif member is not None and message.restart > member.join.restart:
+            # It belongs to the next attempt, whose coordinator will stand at this address once this one has ended.
+            return [Send(sender, Waiting([rank for rank in range(self.world_size) if rank != message.rank]))]
+        if self.phase is Phase.FAILED:
+            self._told.add(message.rank)
+            return [Send(sender, self._failure)]
+        if member is not None:
+            return [Send(sender, _rank_taken(message, member))]
+        return self._admit(_Member(sender, message, deadline=now + message.patience_s), now)
+
+    def ask(self, sender: bytes, message: Ask) -> list[Action]:
+        member = self._members.get(message.rank)
+        if member is None or member.join.token != message.token:
+            return []  # a stranger to this coordinator (it was restarted, say): the worker's own deadline speaks
+        member.sender = sender
+        return self._status(member)
+
+    def leave(self, message: Leave, now: float) -> list[Action]:
+        member = self._members.get(message.rank)
+        if member is None or (member.join.host, member.join.pid) != (message.host, message.pid):
+            return []
+        member.left = True
+        if self.phase is Phase.FORMING:
+            return self._fail(
+                "job",
+                f"Rank {message.rank} ({member}) gave up before all {self.world_size} workers had met, so the job "
+                "cannot be formed.\n"
+                f"Read the output of rank {message.rank} for the reason, then start the job again.",
+                now,
+            )
+        return []
+
+    def ended(self, message: Ended, now: float) -> list[Action]:
+        """A launcher says that a worker's process has ended. That matters only to those who wait for it: a script in which no
+        worker calls `stretto.init()` is fine, so the job fails when somebody has joined, or as soon as somebody does."""
+        if self.phase is not Phase.FORMING or not 0 <= message.rank < self.world_size:
+            return []
+        member = self._members.get(message.rank)
+        if member is not None and (member.join.host, member.join.pid) == (message.host, message.pid):
+            member.left = True
+            return self._fail_without(message, "before all workers had met", now)
+        if member is None and not self._has_later_attempt(message):
+            self._ended[message.rank] = message
+        return self._fail_if_somebody_waits(now)
+
+    def reachable(self, rank: int, token: str) -> list[Action]:
+        member = self._members.get(rank)
+        if member is None or member.join.token != token or self.phase is not Phase.FORMING:
+            return []
+        member.answers = True
+        if len(self._members) < self.world_size or not all(member.answers for member in self._members.values()):
+            return []
+        self.phase = Phase.FORMED
+        return [Send(member.sender, self._table()) for member in self._members.values()]
+
+    def unreachable(self, rank: int, token: str, why: str, now: float) -> list[Action]:
+        member = self._members.get(rank)
+        if member is None or member.join.token != token or self.phase is not Phase.FORMING:
+            return []
+        return self._fail("unreachable", self._unreachable_text(member.join, why), now)
+
+    def refused(self, refusal: Refusal) -> int:
+        """Somebody was turned away at the door; how many were, for that reason. Workers that wait hear of it when they ask."""
+        count, _ = self._refused.get(refusal.why, (0, ""))
+        self._refused[refusal.why] = (count + 1, refusal.address)
+        return count + 1
+
+    def tick(self, now: float) -> list[Action]:
+        if self.phase is not Phase.FORMING or all(now < member.deadline for member in self._members.values()):
+            return []
+        waited = min((member.join.meet_s for member in self._members.values()), default=0.0)
+        if not self.missing:
+            slow = [rank for rank, member in self._members.items() if not member.answers]
+            return self._fail(
+                "unreachable",
+                f"All {self.world_size} workers are here, but within {waited:g} s it could not be checked that the "
+                f"address of {ranks_text(slow)} answers.\n"
+                "Allow more time with --meet-timeout or STRETTO_MEET_TIMEOUT, or look for a firewall between the hosts.",
+                now,
+            )
+        return self._fail(
+            "job",
+            f"{ranks_text(self.missing).capitalize()} of {self.world_size} did not join within {waited:g} s; "
+            f"{ranks_text(sorted(self._members))} waited.\n{what_to_do(self.refusals)}",
+            now,
+        )
+
+    # State
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self._members]
+
+    @property
+    def refusals(self) -> str:
+        """How many were turned away at the door, why, and the last one's address; empty if nobody was."""
+        return "; ".join(
+            f"{count} connection attempt{'s were' if count > 1 else ' was'} refused because "
+            f"{'they' if count > 1 else 'it'} {why.value} (last from {address})"
+            for why, (count, address) in self._refused.items()
+        )
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure.reason if self.phase is Phase.FAILED else None
+
+    def finished(self, now: float) -> bool:
+        """Nobody needs the coordinator any more."""
+        if self.phase is Phase.FORMED:
+            return all(member.left for member in self._members.values())
+        if self.phase is Phase.FAILED:
+            gone = {rank for rank, member in self._members.items() if member.left}
+            return len(gone | self._told) == self.world_size or now - self._failed_at > LINGER_S
+        return False
+
+    # Transitions
+
+    def _admit(self, member: _Member, now: float) -> list[Action]:
+        message = member.join
+        self._members[message.rank] = member
+        stranded = self._stranded_on_loopback()
+        if stranded is not None:
+            why = (
+                "a loopback address reaches nobody outside its own host, and the workers and the coordinator of this "
+                "job are on different hosts"
+            )
+            return self._fail("unreachable", self._unreachable_text(stranded, why), now)
+        if failed := self._fail_if_somebody_waits(now):
+            return failed
+        return [Send(member.sender, self._waiting()), Check(message.rank, message.token, message.address)]
+
+    def _forget_former_attempt(self, message: Join) -> None:
+        """A launcher that starts a worker again has ended all of its workers before."""
+        self._members = {rank: each for rank, each in self._members.items() if not _precedes(each.join, message)}
+        self._ended = {rank: each for rank, each in self._ended.items() if not _precedes(each, message)}
+        self._ended.pop(message.rank, None)
+
+    def _has_later_attempt(self, message: Ended) -> bool:
+        return any(_precedes(message, member.join) for member in self._members.values())
+
+    def _fail_if_somebody_waits(self, now: float) -> list[Action]:
+        if not self._ended or not self._members:
+            return []
+        return self._fail_without(self._ended[min(self._ended)], "without having called stretto.init()", now)
+
+    def _fail_without(self, message: Ended, when: str, now: float) -> list[Action]:
+        waiting = ranks_text(rank for rank, member in self._members.items() if not member.left)
+        return self._fail(
+            "job",
+            f"Rank {message.rank} of {self.world_size} (pid {message.pid} on host {host_name(message.host)}) {message.how} "
+            f"{when}, so {waiting} would wait for it in vain.\n"
+            f"Read the output of rank {message.rank}, and let every worker of the job call stretto.init(), or none.",
+            now,
+        )
+
+    def _fail(self, kind: str, reason: str, now: float) -> list[Action]:
+        self.phase = Phase.FAILED
+        self._failure = Refused(kind, reason)
+        self._failed_at = now
+        waiting = [member for member in self._members.values() if not member.left]
+        self._told.update(member.join.rank for member in waiting)
+        return [Send(member.sender, self._failure) for member in waiting]
+
+    def _status(self, member: _Member) -> list[Action]:
+        if self.phase is Phase.FORMED:
+            return [Send(member.sender, self._table())]
+        if self.phase is Phase.FAILED:
+            return [Send(member.sender, self._failure)]
+        return [Send(member.sender, self._waiting())]
+
+    def _waiting(self) -> Waiting:
+        return Waiting(self.missing, self.refusals)
+
+    def _table(self) -> Table:
+        joins = [self._members[rank].join for rank in range(self.world_size)]
+        peers = [Peer(join.rank, join.local_rank, join.host, join.address, join.pid, join.pid_namespace) for join in joins]
+        return Table(peers, self._nonce)
+
+    # Rules
+
+    def _problem_with(self, message: Join) -> Refused | None:
+        who = f"rank {message.rank} (pid {message.pid} on host {host_name(message.host)})"
+        if message.world_size != self.world_size:
+            return Refused(
+                "configuration",
+                f"{who} was told the job has {message.world_size} workers, but this rendezvous was opened for "
+                f"{self.world_size}.\n"
+                "Start every worker with the same world size (--nodes times -n), or give each job a rendezvous port "
+                "of its own.",
+            )
+        if not 0 <= message.rank < self.world_size:
+            return Refused(
+                "configuration",
+                f"{who} asks for a rank that does not exist: a job of {self.world_size} has ranks 0 to "
+                f"{self.world_size - 1}.\n"
+                "Check --node and -n, or the variables your launcher sets.",
+            )
+        if message.encrypted != self._encrypted:
+            self.refused(Refusal(Why.ENCRYPTION, host_name(message.host)))
+            return Refused(
+                "configuration",
+                f"{who} has encryption {_on(message.encrypted)}, but this job was started with encryption "
+                f"{_on(self._encrypted)}.\n"
+                "Set STRETTO_ENCRYPT to the same value for every worker.",
+            )
+        if not 0 < message.patience_s < 1e6:
+            return Refused("configuration", f"{who} wants to wait {message.patience_s} s: give a positive time below 1e6 s.")
+        return _problem_with_address(who, message.address)
+
+    def _stranded_on_loopback(self) -> Join | None:
+        """A worker that published 127.0.0.1 although somebody who needs it is on another host."""
+        joins = [member.join for member in self._members.values()]
+        if {join.host for join in joins} <= {self._host}:
+            return None
+        hosts = {join.host for join in joins}
+        for join in joins:
+            if is_loopback(split_address(join.address)[0]) and (len(hosts) > 1 or join.host != self._host):
+                return join
+        return None
+
+    def _unreachable_text(self, join: Join, why: str) -> str:
+        return (
+            f"rank {join.rank} on host {host_name(join.host)} published {join.address} (interface {join.interface}), "
+            f"which the coordinator on host {host_name(self._host)} cannot reach: {why}.\n"
+            "Choose the interface on that host with STRETTO_INTERFACE=name-or-address, or open the port in its "
+            "firewall."
+        )
+
+
+def _precedes(earlier: Join | Ended, later: Join) -> bool:
+    """Whether `earlier` is of a former attempt of the launcher that has started `later`."""
+    same_launcher = earlier.rank - earlier.local_rank == later.rank - later.local_rank
+    return same_launcher and earlier.restart < later.restart
+
+
+def _on(switch: bool) -> str:
+    return "on" if switch else "off"
+
+
+def _problem_with_address(who: str, address: str) -> Refused | None:
+    try:
+        _, port = split_address(address)
+        why = "port 0 cannot be connected to" if port == 0 else None
+    except ValueError as error:
+        why = str(error)
+    if why is None:
+        return None
+    return Refused("configuration", f"{who} published the address {address!r}: {why}. Publish IP:PORT of a bound port.")
+
+
+def _rank_taken(message: Join, member: _Member) -> Refused:
+    rank = message.rank
+    state = "has already left the job" if member.left else "is in the job"
+    return Refused(
+        "job",
+        f"rank {rank} is taken: {member} {state}, and this worker (pid {message.pid} on host "
+        f"{host_name(message.host)}) asks for the same rank.\n"
+        "Give each worker its own rank (check --node on each machine), and call stretto.init() once per process, not "
+        "in subprocesses that inherit its environment.",
+    )
+
+
+def what_to_do(refusals: str) -> str:
+    """About workers that did not come, given who was turned away."""
+    if refusals:
+        return (
+            f"{refusals}.\n"
+            "Give every machine of the job the same secret (--secret-file, STRETTO_SECRET or STRETTO_SECRET_FILE) and the same "
+            "STRETTO_ENCRYPT, and each job a rendezvous port of its own."
+        )
+    return (
+        "Read the output of the missing workers: they may have failed, be on a machine that was not started, or "
+        "be unable to reach the rendezvous. Allow more time with --meet-timeout SECONDS or STRETTO_MEET_TIMEOUT."
+    )
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 2`, `ranks 2, 3`, `ranks 1, 4-7`: short also when thousands are meant."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [", ".join(map(str, run)) if len(run) < 3 else f"{run[0]}-{run[-1]}" for run in runs]
+    plural = len(runs) != 1 or len(runs[0]) != 1
+    return f"rank{'s' if plural else ''} {', '.join(parts)}"

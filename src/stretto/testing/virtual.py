@@ -1,0 +1,588 @@
+"""The wire on a virtual clock: the same programs, on a network of numbers, at sizes no test machine has.
+
+    wires = virtual_world(64, NetworkModel(Link(latency_s=5e-5, bytes_per_s=1.25e8)), seed=1)
+
+Ranks are threads, one for each wire, but exactly one runs at a time: it has the *baton* until it waits in `progress` or
+`compute`, ends (`close`, `finish`), or is killed. The next is drawn, by the seed, among those that can go on. When
+nobody can, the clock jumps to the next event: a message that arrives, a fault, the timeout of some `progress`. So a run
+depends on the seed and the program only (`world.trace.hexdigest()` proves it), takes no longer than its Python code,
+and time costs nothing.
+
+Messages take what `network_model.py` says. A send is done when its last byte has left the sender's interface; the
+memory is read then, not earlier. Connections are reliable and in order: a lost transmission comes again after
+`retransmit_s`, a cut holds messages back until it heals. A killed rank is found lost after `detect_s`; a paused one,
+and one behind a cut, after `silence_s`, on both sides and for good.
+
+One thread drives each rank: a second one (other than to `wake`) would run outside virtual time. Computation takes no
+time unless `wire.compute(seconds)` says so; a `progress` that finds nothing takes at least `POLL_S`, so that polling
+cannot stop the clock.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from random import Random
+
+from stretto.errors import ConfigurationError, PeerLost, WireError
+from stretto.testing.faults import Cut, Fault, FaultLedger, Kill, Pause, Trace
+from stretto.testing.in_process import (
+    Arrival,
+    Envelope,
+    Gone,
+    Goodbye,
+    InProcessWire,
+    Item,
+    Posted,
+    Sent,
+    WireKilled,
+)
+from stretto.testing.network_model import Interfaces, NetworkModel
+from stretto.testing.virtual_network import Outgoing, OutOfBudget, StateMachine, Timer, VirtualNetwork
+
+__all__ = [
+    "Outgoing",
+    "OutOfBudget",
+    "StateMachine",
+    "Timer",
+    "VirtualDeadlock",
+    "VirtualNetwork",
+    "VirtualWire",
+    "VirtualWorld",
+    "virtual_world",
+]
+
+POLL_S = 1e-6
+
+
+class VirtualDeadlock(WireError):
+    """Every rank waits without a timeout and nothing is left to happen."""
+
+
+class _State(enum.Enum):
+    READY = "ready"
+    RUNNING = "running"
+    WAITING = "waiting in progress"
+    COMPUTING = "computing"
+    FINISHED = "finished"
+
+
+class _Rank:
+    """What the scheduler knows of one rank."""
+
+    def __init__(self, wire: VirtualWire, lock: threading.Lock) -> None:
+        self.wire = wire
+        self.baton = threading.Condition(lock)
+        self.state = _State.READY
+        self.until = math.inf  # when it goes on by itself
+        self.alarm = math.inf  # the event that will see to that
+        self.paused: Pause | None = None
+        self.due = False  # it could go on, but for the pause
+
+    @property
+    def blocked(self) -> bool:
+        return self.state in (_State.WAITING, _State.COMPUTING)
+
+    @property
+    def gone(self) -> bool:
+        return self.wire.is_killed or self.state is _State.FINISHED
+
+
+class _Message:
+    """Something on its way between two ranks: `item` goes into the target's inbox, unless `truncated` by then."""
+
+    __slots__ = ("item", "num_bytes", "source", "target", "truncated")
+
+    def __init__(self, source: int, target: int, num_bytes: int, item: Item) -> None:
+        self.source, self.target, self.num_bytes, self.item = source, target, num_bytes, item
+        self.truncated = False  # its sender died before the last byte had left
+
+
+class VirtualWire(InProcessWire):
+    """One rank of a `virtual_world`."""
+
+    def __init__(self, rank: int, world: VirtualWorld, check: bool) -> None:
+        super().__init__(rank, world.size, check)
+        self.world = world
+        self._woken = False
+
+    def progress(self, timeout_s: float) -> None:
+        self._enter()
+        if not self._woken and not self._has_news():
+            self.world._wait(self.rank, max(timeout_s, POLL_S), _State.WAITING)
+        self._woken = False
+        self._enter()
+        self._drain()
+
+    def compute(self, seconds: float) -> None:
+        """Be busy for that long: virtual time passes, messages arrive but are not looked at."""
+        self._enter()
+        if seconds > 0:
+            self.world._wait(self.rank, seconds, _State.COMPUTING)
+        self._enter()
+
+    def wake(self) -> None:
+        self.world._nudge(self.rank)
+
+    def now(self) -> float:
+        return self.world.now
+
+    def kill(self, reason: str = "its process died") -> None:
+        self.world._kill(self.rank, reason)
+
+    def close(self) -> None:
+        """Goodbye; and this rank no longer holds the clock."""
+        if not self._closed and self._killed is None and not self.world.failed:
+            self.world._take_baton(self.rank)
+            self._closed = True
+            self._release()
+            self.world._say_goodbye(self.rank)
+        self.finish()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.finish()
+
+    def finish(self) -> None:
+        """This rank's thread has nothing more to do: the others go on without waiting for it. Idempotent."""
+        self.world._finish(self.rank)
+        self._closed = True
+
+    @property
+    def is_killed(self) -> bool:
+        return self._killed is not None
+
+    def _enter(self) -> None:
+        self.world._take_baton(self.rank)
+        super()._enter()
+
+    def _transmit(self, envelope: Envelope) -> None:
+        self.world._send(_Message(self.rank, envelope.target, envelope.num_bytes, Arrival(envelope)))
+
+    def _transmit_post(self, to: int, posted: Posted) -> None:
+        self.world._send(_Message(self.rank, to, len(posted.body), posted))
+
+    def _acknowledge(self, envelope: Envelope) -> None:
+        """Nothing to tell: here a send is done when it has left, not when it is received."""
+
+    def _may_keep_parked(self, envelope: Envelope) -> bool:
+        return False
+
+
+class VirtualWorld:
+    """The clock, the network and the scheduler that all ranks share. Everything is under one lock.
+
+    `deadline_s` (virtual) and `stall_s` (real: how long one rank may keep the baton) bound every run.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        model: NetworkModel | None = None,
+        seed: int = 0,
+        faults: Iterable[Fault] = (),
+        *,
+        check: bool = False,
+        deadline_s: float = 1e6,
+        stall_s: float = 60.0,
+    ) -> None:
+        self.size = size
+        self.model = model or NetworkModel()
+        faults = list(faults)
+        _check_world(size, self.model, faults)
+        self.now = 0.0
+        self.num_events = 0
+        self.trace = Trace()
+        self.ledger = FaultLedger(faults, self.model.all_links())
+        self._deadline_s = deadline_s
+        self._stall_s = stall_s
+        self._random = Random(seed)
+        self._events: list[tuple[float, int, Callable[[], bool]]] = []
+        self._sequence = 0
+        self._interfaces = Interfaces()
+        self._newest_head: dict[tuple[int, int], float] = {}
+        self._cuts: list[Cut] = []
+        self._held: list[_Message] = []
+        self._severed: set[tuple[int, int]] = set()
+        self._failure: Callable[[], Exception] | None = None  # each rank raises one of its own
+        self._num_switches = 0
+        self._lock = threading.Lock()
+        self.wires = [VirtualWire(rank, self, check) for rank in range(size)]
+        self._ranks = [_Rank(wire, self._lock) for wire in self.wires]
+        self._ready = self._ranks[1:]
+        self._running: int | None = 0
+        self._ranks[0].state = _State.RUNNING
+        self._by_count = [fault for fault in faults if fault.at_event is not None]
+        for fault in faults:
+            if fault.at_s is not None:
+                self._at(fault.at_s, partial(self._inject, fault))
+
+    @property
+    def fired(self) -> dict[str, int]:
+        """How often each fault had an effect, by `str(fault)`; and "loss": transmissions that were lost."""
+        return dict(self.ledger.fired)
+
+    def assert_all_fired(self) -> None:
+        self.ledger.assert_all_fired()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run was ended for all ranks: deadlock, deadline, stall, `abort`."""
+        return self._failure is not None
+
+    def abort(self, reason: str) -> None:
+        """End the run: every rank's current or next call raises `WireKilled`. Any thread may call it."""
+        with self._lock:
+            self._failure = self._failure or partial(WireKilled, -1, reason)
+            for rank in self._ranks:
+                rank.baton.notify_all()
+
+    # The baton: one rank runs at a time ------------------------------------------------------------------------------
+
+    def _take_baton(self, rank: int) -> None:
+        """Wait until it is this rank's turn. It keeps its turn until it waits or ends."""
+        if self._running == rank and self._failure is None:
+            return
+        with self._lock:
+            self._await_turn(self._ranks[rank])
+
+    def _await_turn(self, rank: _Rank) -> None:
+        seen, since = self._num_switches, time.monotonic()
+        while self._running != rank.wire.rank and self._failure is None and rank.state is not _State.FINISHED:
+            rank.baton.wait(1.0)
+            if seen != self._num_switches:
+                seen, since = self._num_switches, time.monotonic()
+            elif time.monotonic() - since > self._stall_s:
+                self._failure = partial(WireError, self._stalled())
+        if self._failure is not None:
+            raise self._failure()
+        if rank.state is not _State.FINISHED:
+            rank.state = _State.RUNNING
+
+    def _wait(self, rank: int, seconds: float, state: _State) -> None:
+        with self._lock:
+            me = self._ranks[rank]
+            if state is _State.WAITING and me.wire._woken:  # by another thread, since the caller looked
+                return
+            me.state = state
+            me.until = self.now + seconds
+            self._set_alarm(me)
+            self._pass_baton()
+            self._await_turn(me)
+
+    def _finish(self, rank: int) -> None:
+        with self._lock:
+            me = self._ranks[rank]
+            if me.state is _State.FINISHED:
+                return
+            if self._failure is None:
+                self._await_turn(me)
+            me.state = _State.FINISHED
+            self.trace.record(self.now, f"finish {rank}")
+            if self._running == rank:
+                self._pass_baton()
+
+    def _pass_baton(self) -> None:
+        """Draw who goes on, letting events happen until somebody can. Nobody: all have finished."""
+        while not self._ready and self._failure is None:
+            if not any(rank.blocked for rank in self._ranks):
+                self._running = None
+                return
+            self._advance()
+        if self._failure is not None:
+            for rank in self._ranks:
+                rank.baton.notify_all()
+            return
+        chosen = self._ready.pop(self._random.randrange(len(self._ready)))
+        self._running = chosen.wire.rank
+        self._num_switches += 1
+        chosen.baton.notify_all()
+
+    def _let_go_on(self, rank: _Rank) -> None:
+        """A blocked rank has a reason to run."""
+        if not rank.blocked:
+            return
+        if rank.paused is not None and not rank.wire.is_killed:
+            self.ledger.fired[str(rank.paused)] += 1
+            rank.due = True
+            return
+        rank.state = _State.READY
+        rank.until = math.inf
+        self._ready.append(rank)
+
+    def _nudge(self, rank: int) -> None:
+        with self._lock:
+            self.wires[rank]._woken = True
+            if self._ranks[rank].state is _State.WAITING:
+                self._let_go_on(self._ranks[rank])
+
+    # The clock: events in the order of time, then of their making ----------------------------------------------------
+
+    def _at(self, time_s: float, event: Callable[[], bool]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._events, (max(time_s, self.now), self._sequence, event))
+
+    def _advance(self) -> None:
+        if not self._events:
+            self._failure = partial(VirtualDeadlock, self._deadlock())
+            return
+        before = self.now
+        self.now, _, event = heapq.heappop(self._events)
+        if self.now > self._deadline_s:
+            self._failure = partial(
+                OutOfBudget,
+                f"virtual time passed the deadline of {self._deadline_s:g} s: {self._who_does_what()}. The program "
+                f"would go on for "
+                f"ever, or is long: allow more with deadline_s=...",
+            )
+        elif not event():
+            self.now = before  # an alarm that was put off: nothing happened
+            return
+        self.num_events += 1
+        for fault in [fault for fault in self._by_count if fault.at_event == self.num_events]:
+            self._inject(fault)
+
+    def _set_alarm(self, rank: _Rank) -> None:
+        """See that a blocked rank goes on at `rank.until`. One alarm each, put off as needed, keeps the heap small."""
+        if rank.until < rank.alarm:
+            rank.alarm = rank.until
+            self._at(rank.alarm, partial(self._ring, rank, rank.alarm))
+
+    def _ring(self, rank: _Rank, alarm: float) -> bool:
+        if alarm != rank.alarm:
+            return False
+        rank.alarm = math.inf
+        if not rank.blocked:
+            return False
+        if rank.until > alarm:
+            self._set_alarm(rank)
+            return False
+        self.trace.record(self.now, f"alarm {rank.wire.rank}")
+        self._let_go_on(rank)
+        return True
+
+    # The network -----------------------------------------------------------------------------------------------------
+
+    def _send(self, message: _Message) -> None:
+        with self._lock:
+            source, target = message.source, message.target
+            link = self.model.link(source, target)
+            start, end = self._interfaces.leave(self.now, source, link.seconds_for(message.num_bytes))
+            delay = link.latency_s + link.jitter.draw(self._random)
+            while link.loss and self._random.random() < link.loss:
+                self.ledger.fired["loss"] += 1
+                delay += link.retransmit_s
+            head = max(start + delay, self._newest_head.get((source, target), 0.0))  # in order on each connection
+            self._newest_head[source, target] = head
+            self.trace.record(self.now, f"send {source} {target} {message.num_bytes} {_name(message.item)}")
+            self._at(end, partial(self._leave, message))
+            self._at(head, partial(self._first_byte, message, end - start))
+
+    def _leave(self, message: _Message) -> bool:
+        """The last byte has left the sender: now its memory is read, and the send is done."""
+        if self.wires[message.source].is_killed:
+            message.truncated = True
+            return True
+        if isinstance(message.item, Arrival):
+            message.item.envelope.read()
+            self._push(message.source, Sent(message.item.envelope))
+        return True
+
+    def _first_byte(self, message: _Message, seconds: float) -> bool:
+        if self._is_severed(message):
+            return True
+        if self._is_cut(message.source, message.target):
+            self._held.append(message)
+            return True
+        done = self._interfaces.reach(self.now, message.target, seconds)
+        self._at(done, partial(self._last_byte, message))
+        return True
+
+    def _last_byte(self, message: _Message) -> bool:
+        self.trace.record(self.now, f"arrive {message.source} {message.target} {_name(message.item)}")
+        if not message.truncated and not self._is_severed(message):
+            self._push(message.target, message.item)
+        return True
+
+    def _is_severed(self, message: _Message) -> bool:
+        return (message.source, message.target) in self._severed
+
+    def _push(self, rank: int, item: Item) -> None:
+        target = self._ranks[rank]
+        if target.gone:
+            return
+        target.wire._inbox.append(item)
+        if target.state is _State.WAITING:
+            self._let_go_on(target)
+
+    def _say_goodbye(self, rank: int) -> None:
+        for other in range(self.size):
+            if other != rank:
+                self._send(_Message(rank, other, 0, Goodbye(rank)))
+
+    # Faults ----------------------------------------------------------------------------------------------------------
+
+    def _inject(self, fault: Fault) -> bool:
+        self.trace.record(self.now, str(fault))
+        match fault:
+            case Kill(node):
+                if self._end(self._ranks[int(node)], "its process died"):
+                    self.ledger.fired[str(fault)] += 1
+            case Pause(node):
+                self._pause(self._ranks[int(node)], fault)
+            case Cut():
+                self._cuts.append(fault)
+                self._at(self.now + self.model.silence_s, partial(self._give_up_cut, fault))
+                if fault.for_s < math.inf:
+                    self._at(self.now + fault.for_s, partial(self._heal, fault))
+        return True
+
+    def _kill(self, rank: int, reason: str) -> None:
+        with self._lock:
+            self._end(self._ranks[rank], reason)
+
+    def _end(self, rank: _Rank, reason: str) -> bool:
+        if rank.gone:
+            return False
+        rank.wire._killed = reason
+        self._let_go_on(rank)  # to unwind: its next call raises WireKilled
+        self._at(self.now + self.model.detect_s, partial(self._lose_everywhere, rank.wire.rank, reason))
+        return True
+
+    def _lose_everywhere(self, rank: int, reason: str) -> bool:
+        self.trace.record(self.now, f"lost {rank}")
+        for other in range(self.size):
+            if other != rank:
+                self._push(other, Gone(PeerLost(rank, reason)))
+        return True
+
+    def _pause(self, rank: _Rank, pause: Pause) -> None:
+        if rank.gone:
+            return
+        if rank.state is _State.COMPUTING:  # what was left of the computation is left afterwards
+            rank.until += pause.for_s
+            self.ledger.fired[str(pause)] += 1
+        rank.paused = pause
+        self._at(self.now + pause.for_s, partial(self._resume, rank, pause))
+        if pause.for_s > self.model.silence_s:
+            self._at(self.now + self.model.silence_s, partial(self._give_up_paused, rank, pause))
+
+    def _resume(self, rank: _Rank, pause: Pause) -> bool:
+        if rank.paused is not pause:
+            return False
+        rank.paused = None
+        if rank.due:
+            rank.due = False
+            self._let_go_on(rank)
+        return True
+
+    def _give_up_paused(self, rank: _Rank, pause: Pause) -> bool:
+        if rank.paused is not pause or rank.gone:
+            return False
+        self.ledger.fired[str(pause)] += 1
+        for other in range(self.size):
+            if other != rank.wire.rank:
+                self._sever(rank.wire.rank, other)
+        return True
+
+    def _give_up_cut(self, cut: Cut) -> bool:
+        if cut not in self._cuts:
+            return False
+        self.ledger.fired[str(cut)] += 1
+        for a in range(self.size):
+            for b in range(a):
+                if cut.separates(a, b):
+                    self._sever(a, b)
+        return True
+
+    def _sever(self, a: int, b: int) -> None:
+        """Two ranks have given each other up: nothing passes between them any more."""
+        if (a, b) in self._severed or self._ranks[a].gone or self._ranks[b].gone:
+            return
+        self._severed |= {(a, b), (b, a)}
+        self.trace.record(self.now, f"sever {a} {b}")
+        reason = f"no heartbeat for {self.model.silence_s:g} s (stopped, or its link is cut)"
+        self._push(a, Gone(PeerLost(b, reason)))
+        self._push(b, Gone(PeerLost(a, reason)))
+
+    def _heal(self, cut: Cut) -> bool:
+        self._cuts.remove(cut)
+        held, self._held = self._held, []
+        for message in held:
+            link = self.model.link(message.source, message.target)
+            seconds = link.seconds_for(message.num_bytes)
+            self._at(self.now, partial(self._first_byte, message, seconds))
+        return True
+
+    def _is_cut(self, a: int, b: int) -> bool:
+        hit = [cut for cut in self._cuts if cut.separates(a, b)]
+        for cut in hit:
+            self.ledger.fired[str(cut)] += 1
+        return bool(hit)
+
+    # What to say when nothing goes on --------------------------------------------------------------------------------
+
+    def _who_does_what(self) -> str:
+        return ", ".join(f"rank {rank.wire.rank} is {rank.state.value}" for rank in self._ranks)
+
+    def _deadlock(self) -> str:
+        return (
+            f"at virtual time {self.now:g} s nothing is left to happen and nobody waits with a timeout: "
+            f"{self._who_does_what()}.\n"
+            f"Every rank waits for a message that nobody sends. Give progress a finite timeout to see whose."
+        )
+
+    def _stalled(self) -> str:
+        return (
+            f"rank {self._running} has run for {self._stall_s:g} s of real time without waiting on its wire, and the "
+            f"others with it.\n"
+            f"It hangs, its thread was not started, or it ended without wire.close(). Long computations: stall_s=..."
+        )
+
+
+def _check_world(size: int, model: NetworkModel, faults: list[Fault]) -> None:
+    if size < 1:
+        raise ConfigurationError(f"virtual_world({size}): a world has at least one rank. Write virtual_world(1) or more.")
+    if any(link.duplicate or link.reorder for link in model.all_links()):
+        raise ConfigurationError(
+            "virtual_world with Link(duplicate=...) or Link(reorder=...): a wire is reliable and in order, so "
+            "neither can "
+            "happen on it.\nUse loss and jitter here, or run a datagram protocol on VirtualNetwork."
+        )
+    for fault in faults:
+        nodes = fault.side + (fault.others or ()) if isinstance(fault, Cut) else (fault.node,)
+        if any(not isinstance(node, int) or not 0 <= node < size for node in nodes):
+            raise ConfigurationError(f"{fault} in a world of {size}: its nodes must be ranks, 0 to {size - 1}.")
+
+
+def _name(item: Item) -> str:
+    match item:
+        case Arrival(envelope):
+            return repr(tuple(envelope.tag))
+        case Posted(_, topic, body):
+            return f"post {topic} {body.hex()}"
+        case _:
+            return type(item).__name__
+
+
+def virtual_world(
+    size: int,
+    model: NetworkModel | None = None,
+    seed: int = 0,
+    faults: Iterable[Fault] = (),
+    *,
+    check: bool = False,
+    deadline_s: float = 1e6,
+    stall_s: float = 60.0,
+) -> list[VirtualWire]:
+    """The wires of a world of `size` ranks on a virtual clock. Their `world` has the clock, the trace and the faults
+    that fired.
+
+    Each rank's thread must end with `wire.close()` or `wire.finish()` (as `stretto.testing.run_virtual` sees to).
+    """
+    return VirtualWorld(size, model, seed, faults, check=check, deadline_s=deadline_s, stall_s=stall_s).wires
