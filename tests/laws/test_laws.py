@@ -190,7 +190,7 @@ def test_law_8_counts_the_announcements_of_large_buckets() -> None:
         model(torch.ones(2, 300)).sum().backward()
         engine = engine_of(model)
         (bucket,) = engine.buckets
-        training = engine.training
+        training: Any = engine.training
         label = training._label + training._loop_label(
             Participation.WORKING
         )  # it is the closing bucket, which tells of the loop too

@@ -1,6 +1,6 @@
 """Synchronous all-reduce: every backward ends with the same mean of everybody's gradients in every `p.grad`.
 
-A bucket's exchange begins when the bucket is full. When backward has ended the rest leaves, the closing bucket last, everything is
+A bucket's exchange begins when the bucket is full. When backward has ended the rest leaves, the closing bucket last, all are
 waited for, and `p.grad` becomes a view of the combined bucket. The k-th round of this worker meets the k-th round of every other,
 whatever each has done in between, and collectives carry their name, so workers need no common order of buckets.
 
@@ -47,6 +47,7 @@ from stretto.compress.rounds import Turn
 from stretto.engine.bucket import gradient_dtype
 from stretto.engine.finite import FiniteCheck
 from stretto.engine.state import copy_buffers, copy_by
+from stretto.engine.stepping import dense_values
 from stretto.engine.training import (
     Named,
     Participation,
@@ -69,6 +70,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     """`AllReduce` + `Synchronous` + `Replicated`."""
 
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
+        super().__init__(strategy, job, setting)
         self._strategy, self._job, self._setting = strategy, job, setting
         self._algorithm = strategy.aggregate.algorithm
         compress = strategy.compress
@@ -154,7 +156,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             if not bucket.sent:
                 self._send(bucket, end.participation, late=bool(end.late))
         if self._is_lossy:
-            self._infinite |= not all(_is_finite(_values(p.grad)) for _, p in self._sparse if p.grad is not None)
+            self._infinite |= not all(_is_finite(dense_values(p.grad)) for _, p in self._sparse if p.grad is not None)
         self._send(self.closing, end.participation, late=bool(end.late))
 
     def _send(self, bucket: ReducedBucket, participation: Participation, *, late: bool) -> None:
@@ -428,10 +430,6 @@ def _in_float32(bucket: ReducedBucket) -> Tensor:
         return gradients
     memory: KeptMemory = bucket.kept.setdefault(KeptMemory, KeptMemory())
     return memory.empty(len(gradients), torch.float32, gradients.device).copy_(gradients)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _is_finite(values: Tensor) -> bool:
