@@ -161,7 +161,8 @@ class SynchronousAllReduce(Training[ReducedBucket]):
 
     def _send(self, bucket: ReducedBucket, participation: Participation, *, late: bool) -> None:
         weight = self._weight(participation)
-        _weigh(bucket.gradients, weight)
+        if weight != 1.0:
+            _weigh(bucket.gradients, weight)
         if self._finite is not None:
             for name, view in bucket.named_views:
                 self._finite.look(name, view)
@@ -209,10 +210,13 @@ class SynchronousAllReduce(Training[ReducedBucket]):
 
     def _exchange(self, bucket: ReducedBucket, number: int, label: str) -> UnderWay:
         """One bucket's way from this worker's gradients to the mean over all workers."""
-        if not self._is_lossy:
-            yield from self._driver.drive(_mean(bucket), number, label)
-            return
-        if bucket is self.closing:  # by now the thread has seen all buckets' values and knows whether they are finite
+        if self._is_lossy:
+            return self._checked_exchange(bucket, number, label)
+        return self._driver.drive(_mean(bucket), number, label)
+
+    def _checked_exchange(self, bucket: ReducedBucket, number: int, label: str) -> UnderWay:
+        """The same where some gradients are compressed: their values must be finite, and the closing bucket says if not."""
+        if bucket is self.closing:  # by now the thread has seen the values of all other buckets
             bucket.tail[INFINITE] = float(self._infinite)
             yield from self._driver.drive(_mean(bucket), number, label)
             return
@@ -245,7 +249,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         except BaseException as error:
             if isinstance(error, Exception):
                 self._let_finish()
-            self._settle(good=False)
+            self._commit_or_discard(good=False)
             raise
         finally:
             for bucket in self.buckets:
@@ -294,7 +298,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     def _hand_out(self, end: RoundEnd) -> RoundResult:
         closing, closing_shares = self.closing.read()
         if closing.failed:
-            self._settle(good=False)
+            self._commit_or_discard(good=False)
             self._give_up(end.participation)
             return RoundResult(combined=False, anybody_present=closing.present > 0)
         notes, shares = self._notes_of_buckets(closing, closing_shares)
@@ -308,7 +312,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             if closing.infinite:
                 bucket.gradients.fill_(torch.nan)
         self._take_back(used)
-        self._settle(good=not closing.infinite and closing.present > 0)
+        self._commit_or_discard(good=not closing.infinite and closing.present > 0)
         for bucket, flags in zip(self.buckets, used, strict=True):
             bucket.hand_out(flags)
         if closing.present:
@@ -372,7 +376,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
                 places = zip(bucket.layout.places, flags, strict=True)
                 bucket.turn.state.keep_as_it_was([place for place, somewhere in places if not somewhere])
 
-    def _settle(self, *, good: bool) -> None:
+    def _commit_or_discard(self, *, good: bool) -> None:
         """The round has ended: what it proposed becomes the state, or is forgotten."""
         self._infinite = False
         for bucket in self.buckets:
@@ -419,7 +423,7 @@ def _mean(bucket: ReducedBucket) -> Steps:
 def _weigh(gradient: Tensor, weight: float) -> None:
     if weight == 0.0:
         gradient.zero_()  # not times 0: the mean over an empty batch is NaN
-    elif weight != 1.0:
+    else:
         gradient.mul_(weight)
 
 
