@@ -43,15 +43,10 @@ from stretto.testing.in_process import (
     WireKilled,
 )
 from stretto.testing.network_model import Interfaces, NetworkModel
-from stretto.testing.virtual_network import Outgoing, OutOfBudget, StateMachine, Timer, VirtualNetwork
+from stretto.testing.virtual_network import OutOfBudget
 
 __all__ = [
-    "Outgoing",
-    "OutOfBudget",
-    "StateMachine",
-    "Timer",
     "VirtualDeadlock",
-    "VirtualNetwork",
     "VirtualWire",
     "VirtualWorld",
     "virtual_world",
