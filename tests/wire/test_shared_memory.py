@@ -242,7 +242,7 @@ def settle(wires: Sequence[FramedWire], *, used: bool = True) -> None:
     """Everybody has sent everybody a first large message, and has heard whether later ones may go through shared memory."""
 
     def agreed(wire: FramedWire) -> bool:
-        connections = [wire._connection(rank) for rank in wire._peers()]
+        connections = [wire._connection(rank) for rank in wire.peers]
         return all(each.outbox_open if used else each.outbox is None and not each.may_share for each in connections)
 
     def program(wire: FramedWire) -> None:

@@ -32,6 +32,7 @@ from wire.socket_world import (
     check_gone_before_connecting,
     check_harmless,
     check_mutations,
+    check_overdraft,
     connect_all,
     good_frame,
     peak_memory_grows_by,
@@ -80,6 +81,10 @@ def test_a_bad_frame_ends_the_receive_with_the_rank_and_harms_nobody_else(what: 
 @pytest.mark.parametrize("what", HARMLESS_FRAMES)
 def test_what_is_odd_but_harmless_changes_nothing(what: str) -> None:
     check_harmless(tcp(), say, HARMLESS_FRAMES[what])
+
+
+def test_a_peer_that_sends_more_than_its_credit_is_lost() -> None:
+    check_overdraft(tcp(), say)
 
 
 @pytest.mark.parametrize("seed", range(10))

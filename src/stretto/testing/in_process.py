@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
-from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, Tag, Wire
+from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, OnMessage, Tag, Wire
 from stretto.wire.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_POST_BYTES
+from stretto.wire.serving import TOPIC_CREDIT, TOPIC_HEAD, Serving
 
 NUM_WIRE_TOPICS = 16
 LEFT = "it left the job"
@@ -175,6 +176,9 @@ class InProcessWire(Wire):
         self._bytes_sent = 0
         self._closed = False
         self._killed: str | None = None
+        self._serving = Serving(self)
+        self._listeners[TOPIC_CREDIT] = self._serving.on_credit
+        self._listeners[TOPIC_HEAD] = self._serving.on_head
 
     # What a subclass adds
 
@@ -251,10 +255,29 @@ class InProcessWire(Wire):
         self._check_peer("post", to)
         self._check_topic("post", topic)
         _check_length("post", len(body), MAX_POST_BYTES)
+        self._post(to, topic, body)
+
+    def _post(self, to: int, topic: int, body: bytes) -> None:
         if to in self.lost or to in self._left:
             return
         self._bytes_sent += len(body) + HEADER_BYTES
         self._transmit_post(to, Posted(self.rank, topic, bytes(body)))
+
+    def serve(self, channel: int, on_message: OnMessage, credit_bytes: int) -> None:
+        self._enter()
+        self._serving.serve(channel, on_message, credit_bytes)
+
+    def offer(
+        self, to: int, channel: int, header: bytes, payload: memoryview, on_done: Callable[[Handle], None] | None = None
+    ) -> Handle:
+        self._enter()
+        self._check_peer("offer", to)
+        self._loss_of(to)
+        return self._serving.offer(to, channel, header, payload, on_done)
+
+    @property
+    def peers(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def listen(self, topic: int, listener: Listener) -> None:
         self._check_topic("listen", topic)
@@ -311,7 +334,7 @@ class InProcessWire(Wire):
     def _loss_of(self, peer: int) -> PeerLost | None:
         """Why nothing can be waited for from this peer. Waiting for one that has left is what makes it lost."""
         if peer in self._left:
-            self._lose(PeerLost(peer, LEFT))
+            self._lose(peer, LEFT)
         return self.lost.get(peer)
 
     def _has_news(self) -> bool:
@@ -340,11 +363,11 @@ class InProcessWire(Wire):
                 else:
                     listener(source, body)
             case Gone(lost):
-                self._lose(lost)
+                self._lose(lost.rank, lost.reason)
             case Goodbye(source):
                 self._left.add(source)
                 if self._waits_for(source):
-                    self._lose(PeerLost(source, LEFT))
+                    self._lose(source, LEFT)
 
     def _arrive(self, envelope: Envelope) -> None:
         key = _key(envelope.source, envelope.tag)
@@ -353,7 +376,7 @@ class InProcessWire(Wire):
         elif envelope.tag[:2] in self._cancelled:
             self._settle(envelope)
         elif key in self._parked:
-            self._lose(PeerLost(envelope.source, f"it sent a bad frame: a second message {envelope.tag}"))
+            self._lose(envelope.source, f"it sent a bad frame: a second message {envelope.tag}")
         else:
             self._park(key, envelope)
 
@@ -401,14 +424,13 @@ class InProcessWire(Wire):
             raise BufferChanged(envelope)
 
     def _waits_for(self, peer: int) -> bool:
-        return any(key[0] == peer for key in self._expected) or any(
-            envelope.target == peer for envelope in self._sending.values()
-        )
+        waits = any(key[0] == peer for key in self._expected)
+        return waits or any(each.target == peer for each in self._sending.values()) or self._serving.waits_for(peer)
 
-    def _lose(self, lost: PeerLost) -> None:
-        if lost.rank in self.lost:
+    def _lose(self, rank: int, reason: str) -> None:
+        if rank in self.lost:
             return
-        self.lost[lost.rank] = lost
+        lost = self.lost[rank] = PeerLost(rank, reason)
         self._untold.append(lost)
         # A callback may cancel what is further down these lists, so each entry is looked up again when its turn comes.
         for key in [key for key in self._expected if key[0] == lost.rank]:
@@ -418,6 +440,8 @@ class InProcessWire(Wire):
             if envelope.target == lost.rank and self._sending.pop(number, None) is not None:
                 envelope.revoke()
                 envelope.handle.finish(lost)
+        for handle in self._serving.forget(rank):
+            handle.finish(lost)
 
     def _release(self) -> None:
         """Forget everything at the end. What is still under way goes out as it is now: the memory is the caller's

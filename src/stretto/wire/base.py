@@ -10,7 +10,8 @@ A wire is driven by exactly one thread (the communication thread, or the caller 
 `consume(view)` gets the arrived bytes, valid only during the call, straight from the wire's own memory: the executor adds
 or copies them into a tensor with no buffer in between.
 
-`post`/`listen` carry small control messages (a few kilobytes at most): the state machines of the protocols above live on them.
+`post`/`listen` carry small control messages (a few kilobytes at most). `offer`/`serve` carry messages of any size that nobody
+posted a receive for, under credit, so that memory stays bounded against any peer: protocols live on them (`serving.py`).
 
 Errors. A peer's failure never raises out of `progress`: every handle that waits for that peer ends with
 `handle.error = PeerLost(rank)`, `wire.lost[rank]` says why, and `on_lost` callbacks are told. A message whose size or
@@ -71,6 +72,7 @@ class Handle:
 
 Consume = Callable[[memoryview], None]
 Listener = Callable[[int, bytes], None]  # (source rank, body)
+OnMessage = Callable[[int, bytes, memoryview], None]  # (source rank, header, payload)
 LostListener = Callable[[PeerLost], None]
 
 
@@ -116,6 +118,30 @@ class Wire(ABC):
 
         One listener a topic; earlier arrivals are kept for it.
         """
+
+    @abstractmethod
+    def serve(self, channel: int, on_message: OnMessage, credit_bytes: int) -> None:
+        """Take the messages of a channel from any peer, without a posted receive.
+
+        `on_message(source, header, payload)` runs in `progress`; the payload is valid only during the call. Each peer may have at
+        most `credit_bytes` on their way or undelivered (a message costs its header, its payload and 64 bytes); a peer that sends
+        more is lost. Serving a channel again replaces the function.
+        """
+
+    @abstractmethod
+    def offer(
+        self, to: int, channel: int, header: bytes, payload: memoryview, on_done: Callable[[Handle], None] | None = None
+    ) -> Handle:
+        """Send a message to a channel that the peer serves, or will serve: it waits here until there is credit for it.
+
+        `payload` is read-only until the handle is done. Messages of one channel arrive in the order of their offers. One that
+        costs more than the whole credit ends with an error.
+        """
+
+    @property
+    @abstractmethod
+    def peers(self) -> list[int]:
+        """The other ranks that this wire connects, lost ones included."""
 
     @abstractmethod
     def on_lost(self, listener: LostListener) -> None:

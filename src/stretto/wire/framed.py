@@ -22,9 +22,10 @@ from stretto.launching.membership import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.awaited import Awaited
-from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, Tag, Wire
+from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, OnMessage, Tag, Wire
 from stretto.wire.door import MAX_STRANGERS, Door
 from stretto.wire.frames import FrameKind, Header
+from stretto.wire.serving import TOPIC_CREDIT, TOPIC_HEAD, Serving
 from stretto.wire.shared_memory import Allowance, Answer, Inbox, Offer, Outbox, folder
 
 SHARED_FROM_BYTES = 16 << 10
@@ -136,6 +137,9 @@ class FramedWire(Wire):
         self.listen(TOPIC_OFFER, self._on_offer)
         self.listen(TOPIC_ANSWER, self._on_answer)
         self.listen(TOPIC_FAREWELL, lambda source, body: self._waiting_for_farewell.discard(source))
+        self._serving = Serving(self)
+        self.listen(TOPIC_CREDIT, self._serving.on_credit)
+        self.listen(TOPIC_HEAD, self._serving.on_head)
 
     # -- what a transport provides ------------------------------------------------------------------------------------
 
@@ -148,9 +152,6 @@ class FramedWire(Wire):
 
     @abstractmethod
     def _connection(self, rank: int) -> Connection: ...
-
-    @abstractmethod
-    def _peers(self) -> list[int]: ...
 
     @abstractmethod
     def _send_frame(self, to: int, frame: bytes) -> None:
@@ -227,11 +228,21 @@ class FramedWire(Wire):
         return handle
 
     def post(self, to: int, topic: int, body: bytes) -> None:
-        if to in self.lost or self._closed:
-            return
         if len(body) > frames.MAX_POST_BYTES:
             raise ConfigurationError(f"a control message of {len(body)} bytes: the limit is {frames.MAX_POST_BYTES}.")
-        self._control(to, FrameKind.POST, body, topic)
+        self._post(to, topic, body)
+
+    def _post(self, to: int, topic: int, body: bytes) -> None:
+        if to not in self.lost and not self._closed:
+            self._control(to, FrameKind.POST, body, topic)
+
+    def serve(self, channel: int, on_message: OnMessage, credit_bytes: int) -> None:
+        self._serving.serve(channel, on_message, credit_bytes)
+
+    def offer(
+        self, to: int, channel: int, header: bytes, payload: memoryview, on_done: Callable[[Handle], None] | None = None
+    ) -> Handle:
+        return self._serving.offer(to, channel, header, payload, on_done)
 
     def _control(self, to: int, kind: FrameKind, body: bytes = b"", topic: int = 0) -> None:
         self._sent += frames.HEADER_BYTES + len(body)
@@ -251,7 +262,7 @@ class FramedWire(Wire):
             del self._expected[key]
         for key in [key for key in self._parked if key[1] == channel and key[2] == sequence]:
             del self._parked[key]
-        for rank in self._peers():
+        for rank in self.peers:
             connection = self._connection(rank)
             kept = (item for item in connection.waiting if item[0].tag[:2] != (channel, sequence))
             connection.waiting = deque(kept)
@@ -435,6 +446,10 @@ class FramedWire(Wire):
 
     # -- peers that come ----------------------------------------------------------------------------------------------
 
+    def _announce_services(self) -> None:
+        for rank in self.peers:
+            self._serving.greet(rank)
+
     def _divide_shared_memory(self, peers: Sequence[Peer], mine: Peer) -> None:
         self._allowance.divide(sum(peer.host == mine.host for peer in peers))
         apart = [peer.rank for peer in peers if peer.host == mine.host and not mine.sees(peer)]
@@ -471,7 +486,7 @@ class FramedWire(Wire):
         handles = [handle for handle, _, _ in connection.waiting]
         connection.waiting.clear()
         keys = [key for key in self._expected if key[0] == rank]
-        return handles + [self._expected.pop(key).handle for key in keys]
+        return handles + [self._expected.pop(key).handle for key in keys] + self._serving.forget(rank)
 
     def _close_boxes(self, connection: Connection) -> None:
         for box in (connection.outbox, connection.inbox):
@@ -481,7 +496,7 @@ class FramedWire(Wire):
 
     def _say_goodbye(self) -> None:
         """Tell every peer, and wait until each has seen it: whatever was sent before has then arrived as well."""
-        self._waiting_for_farewell = {rank for rank in self._peers() if rank not in self.lost}
+        self._waiting_for_farewell = {rank for rank in self.peers if rank not in self.lost}
         self._flush_acks()
         for rank in list(self._waiting_for_farewell):
             self._control(rank, FrameKind.GOODBYE)

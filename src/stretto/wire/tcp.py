@@ -157,6 +157,7 @@ class TcpWire(FramedWire):
             self._greet(peers, mine, secret, deadline)
         finally:
             self._door.close()
+        self._announce_services()
 
     def _dial(self, peer: Peer, key: bytes, deadline: float) -> socket.socket:
         while True:
@@ -221,7 +222,8 @@ class TcpWire(FramedWire):
     def _connection(self, rank: int) -> Stream:
         return self._connections[rank]
 
-    def _peers(self) -> list[int]:
+    @property
+    def peers(self) -> list[int]:
         return list(self._connections)
 
     def _send_frame(self, to: int, frame: bytes) -> None:

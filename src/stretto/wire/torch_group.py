@@ -42,7 +42,7 @@ from torch._C._distributed_c10d import Store
 from stretto.errors import ConfigurationError, JobError, PeerLost
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
-from stretto.wire.base import Consume, Handle, Listener, LostListener, Tag, Wire
+from stretto.wire.base import Consume, Handle, Listener, LostListener, OnMessage, Tag, Wire
 from stretto.wire.framed import Expected, Key
 from stretto.wire.frames import FrameKind, Header
 from stretto.wire.torch_native import NativeCollectives
@@ -180,6 +180,18 @@ class TorchGroupWire(Wire):
 
     def on_lost(self, listener: LostListener) -> None:
         self.inner.on_lost(listener)
+
+    def serve(self, channel: int, on_message: OnMessage, credit_bytes: int) -> None:
+        self.inner.serve(channel, on_message, credit_bytes)
+
+    def offer(
+        self, to: int, channel: int, header: bytes, payload: memoryview, on_done: Callable[[Handle], None] | None = None
+    ) -> Handle:
+        return self.inner.offer(to, channel, header, payload, on_done)
+
+    @property
+    def peers(self) -> list[int]:
+        return self.inner.peers
 
     def said_goodbye(self, rank: int) -> bool:
         return self.inner.said_goodbye(rank)

@@ -144,6 +144,7 @@ class ZeroMQWire(FramedWire):
         if not hide(listener):
             self._doorstep.limit = STRANGERS_LATER
         listener.close()
+        self._announce_services()
 
     def _listen(self, secret: bytes) -> socket.socket:
         """Let ZeroMQ accept at the port that the door has kept so far. Returns the listening socket."""
@@ -206,7 +207,8 @@ class ZeroMQWire(FramedWire):
     def _connection(self, rank: int) -> _Connection:
         return self._connections[rank]
 
-    def _peers(self) -> list[int]:
+    @property
+    def peers(self) -> list[int]:
         return list(self._connections)
 
     def _send_frame(self, to: int, frame: bytes) -> None:
