@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from stretto.launching.membership import (
     Check,
     Checked,
     Ended,
+    FromWorker,
     Join,
     Leave,
     Membership,
@@ -28,8 +32,11 @@ from stretto.launching.membership import (
     Why,
     ranks_text,
 )  # fmt: skip
-from stretto.protocol.machine import Actions, SendMessage, SetTimer
+from stretto.protocol.machine import Actions, Machine, SendMessage, SetTimer
 from stretto.protocol.timers import Timers
+from stretto.testing.faults import Fault, Kill, Pause
+from stretto.testing.network_model import Exponential, Link, NetworkModel
+from stretto.testing.virtual_network import VirtualNetwork
 
 HOST, ELSEWHERE = "alpha/11", "beta/22"
 NONCE = b"drawn by the coordinator"
@@ -489,3 +496,78 @@ def test_a_worker_that_encrypts_otherwise_is_refused_and_those_who_wait_for_it_h
     assert membership.missing == [1]
     waiting = messages(membership.ask(name(0), Ask(0, "t0")))[name(0)]
     assert waiting == Waiting([1], f"1 connection attempt was refused because it {Why.ENCRYPTION.value} (last from alpha)")
+
+
+# In virtual time: the coordinator, its checker and the workers as nodes of a network that loses, doubles and reorders
+
+
+class Worker(Machine):
+    """What `introduce` does, without a socket: joins until it has an answer, and asks again while it is told to wait."""
+
+    header_type = Waiting | Table | Refused
+
+    def __init__(self, rank: int, size: int, patience_s: float) -> None:
+        self.message = join_of(rank, size, patience_s=patience_s)
+        self.answer: Table | Refused | None = None
+
+    def on_start(self, now: float) -> Actions:
+        return [SendMessage("coordinator", self.message), SetTimer("again", 1.0)]
+
+    def on_message(self, now: float, source: str, header: Waiting | Table | Refused, payload: memoryview) -> Actions:
+        if not isinstance(header, Waiting) and self.answer is None:
+            self.answer = header
+        return ()
+
+    def on_timer(self, now: float, name: str) -> Actions:
+        return self.on_start(now) if self.answer is None else ()
+
+
+class Checker(Machine):
+    header_type = Check
+
+    def on_message(self, now: float, source: str, header: Check, payload: memoryview) -> Actions:
+        return [SendMessage(source, Checked(header, None))]
+
+
+class WithChecker(Membership):
+    header_type = FromWorker | Checked  # what the checker says travels like everything else here
+
+
+RELIABLE = Link()  # between the parts of the coordinator's process
+STORMY = Link(latency_s=0.05, jitter=Exponential(0.3), loss=0.2, duplicate=0.2, reorder=0.2, hold_s=1.0)
+
+
+def form(seed: int) -> tuple[Counter[str], int]:
+    """How many workers got the table; a worker may die, or come too late."""
+    chance = Random(seed)
+    size = chance.choice([1, 2, 3, 4, 7])
+    model = NetworkModel(STORMY, {("coordinator", CHECKER): RELIABLE, (CHECKER, "coordinator"): RELIABLE})
+    faults: list[Fault] = [Pause("coordinator", at_s=chance.uniform(0, 5), for_s=chance.uniform(0.1, 5))]
+    if chance.random() < 0.3:
+        faults.append(Kill(f"worker {chance.randrange(size)}", at_s=chance.uniform(0, 3)))
+    network = VirtualNetwork(seed=seed, model=model, faults=faults)
+    membership = WithChecker(size, HOST, encrypted=True, nonce=NONCE)
+    network.add("coordinator", membership)
+    network.add(CHECKER, Checker())
+    workers = {f"worker {rank}": Worker(rank, size, patience_s=chance.choice([10, 20])) for rank in range(size)}
+    for name, worker in workers.items():
+        network.at(chance.uniform(0, 12), partial(network.add, name, worker))
+    network.run(until_s=60)
+    answers = [worker.answer for name, worker in workers.items() if network.is_alive(name)]
+    assert None not in answers and len({repr(answer) for answer in answers}) <= 1, f"seed {seed}: {answers}"
+    formed = membership.phase is Phase.FORMED
+    assert formed or membership.finished or len(answers) < size  # it lingers for one that will not come
+    fired = Counter(name.partition("(")[0] for name in network.fired)
+    return fired, formed
+
+
+@pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 10_000), marks=pytest.mark.slow)], ids=len)
+def test_on_a_bad_network_all_workers_get_the_same_table_or_the_same_refusal(seeds: range) -> None:
+    fired: Counter[str] = Counter()
+    num_formed = 0
+    for seed in seeds:
+        faults, formed = form(seed)
+        fired += faults
+        num_formed += formed
+    assert fired.keys() == {"loss", "duplicate", "reorder", "Pause", "Kill"}
+    assert len(seeds) / 4 < num_formed < len(seeds)

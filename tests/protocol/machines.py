@@ -131,7 +131,7 @@ class TokenRing(Machine):
 
 
 class Stamp(NamedTuple):
-    count: int = 0
+    number: int = 0
     rank: int = 0
 
 
@@ -247,7 +247,7 @@ class Register(Machine):
             return [Reply(operation.ticket, (operation.stamp, operation.value))]
         if operation.write is not None:
             latest = max(operation.stamp, self.disk.stamp)
-            operation.stamp, operation.value = Stamp(latest.count + 1, self.rank), operation.write
+            operation.stamp, operation.value = Stamp(latest.number + 1, self.rank), operation.write
         operation.asked, operation.answered = Store(number, operation.stamp), {self.rank}
         self._keep(operation.stamp, operation.value)
         return [*self._ask(number), *self._go_on(number)]

@@ -204,6 +204,121 @@ def test_a_name_means_one_node() -> None:
         network.add("a", Beacon([]))
 
 
+def test_the_death_of_a_node_is_told_to_each_other_one_at_a_time_of_its_own() -> None:
+    nodes = {name: Beacon([]) for name in "abcd"}
+    network = pair(faults=[Kill("c", at_s=3.0)])
+    for name, node in nodes.items():
+        network.add(name, node)
+    network.run(100)
+    network.assert_all_fired()
+    told = [nodes[name].views for name in "abd"]
+    assert all(len(views) == 1 and views[0][1:] == ([], ["c"], 0) for views in told) and not nodes["c"].views
+    times = [views[0][0] for views in told]
+    assert all(3.01 <= time <= 3.02 for time in times) and len(set(times)) == 3
+
+
+@pytest.mark.parametrize("back_at_s", [3.001, 5.1])  # before anybody has noticed that it was gone, and long after
+def test_a_node_that_comes_back_has_left_and_joined_and_hears_who_is_gone(back_at_s: float) -> None:
+    a, again = Beacon(["b"]), Beacon([])
+    network = pair(faults=[Kill("b", at_s=3.0), Kill("c", at_s=1.0)])
+    for name, node in {"a": a, "b": Beacon([]), "c": Beacon([])}.items():
+        network.add(name, node)
+    network.at(back_at_s, lambda: network.add("b", again))
+    network.run(100)
+    network.assert_all_fired()
+    assert [view[1:] for view in a.views] == [([], ["c"], 0), ([], ["b"], 0), (["b"], [], 1)]
+    assert [view[1:] for view in again.views] == [([], ["c"], 1)]
+    assert again.numbers == [number for number in range(1, 11) if number > back_at_s]  # nothing that its former life was sent
+
+
+def test_nothing_comes_from_a_node_after_it_has_left_nor_from_its_former_life() -> None:
+    receiver = Beacon([])
+    network = pair(Link(latency_s=5.0), faults=[Kill("a", at_s=3.5)])
+    network.at(7.0, lambda: network.add("a", Beacon(["b"], count=1)))
+    network.add("a", Beacon(["b"]))
+    network.add("b", receiver)
+    network.run(100)
+    assert receiver.heard == [(13.0, "a", 1)]  # 1, 2 and 3 of its first life were under way
+
+
+@pytest.mark.parametrize("fault", [Pause("b", at_s=2.5, for_s=8.0), Cut(("b",), at_s=2.5, for_s=8.0)], ids=["pause", "cut"])
+@pytest.mark.parametrize("reliable", [True, False])
+def test_a_long_silence_parts_two_nodes_for_good_on_both_sides(fault: Fault, reliable: bool) -> None:
+    a, b, c = Beacon(["b"], 20), Beacon(["a"], 20), Beacon([])
+    model = NetworkModel(Link(latency_s=0.25), silence_s=5.0)
+    network = VirtualNetwork(seed=1, model=model, faults=[fault], reliable=reliable)
+    for name, node in {"a": a, "b": b, "c": c}.items():
+        network.add(name, node)
+    network.run(100)
+    network.assert_all_fired()
+    back_s = 10.5 if isinstance(fault, Pause) else 7.5  # a paused node hears of it when it goes on
+    assert a.views == [(7.5, [], ["b"], 0)] and b.views == [(back_s, [], ["a"], 0), (back_s, [], ["c"], 0)]
+    assert a.numbers == b.numbers == [1, 2] and c.views == [(7.5, [], ["b"], 0)]
+
+
+def test_on_a_reliable_network_everything_comes_once_and_in_order() -> None:
+    link = Link(latency_s=0.25, jitter=Exponential(3.0), loss=0.3, retransmit_s=2.0, bytes_per_s=10.0)
+    network = pair(link, [Cut(("b",), at_s=5.0, for_s=4.0), Pause("a", at_s=12.0, for_s=3.0)], reliable=True)
+    receiver = run_pair(network, count=40, until_s=1000)
+    assert receiver.numbers == list(range(1, 41)) and network.fired["loss"] > 5
+
+
+def test_a_reliable_network_neither_doubles_nor_reorders() -> None:
+    with pytest.raises(ConfigurationError, match="once and in order"):
+        pair(Link(duplicate=0.1), reliable=True)
+
+
+def test_a_payload_arrives_and_is_gone_afterwards_and_is_read_when_it_arrives() -> None:
+    kept: list[memoryview] = []
+    seen: list[bytes] = []
+
+    class Keeping(Beacon):
+        def on_message(self, now: float, source: NodeName, header: int, payload: memoryview) -> Actions:
+            seen.append(bytes(payload))
+            kept.append(payload)
+            return []
+
+    network = pair()
+    network.add("b", Keeping([]))
+    changed = bytearray(b"too early")
+    network.send("a", "b", 1, b"whole")
+    network.send("a", "b", 2, changed)
+    changed[:] = b"TOO LATE!"
+    network.run(10)
+    assert seen == [b"whole", b"TOO LATE!"] and kept[0] == b"\xa5" * 5
+
+
+def test_a_machine_that_raises_ends_the_run_and_says_where_and_when() -> None:
+    class Broken(Beacon):
+        def on_message(self, now: float, source: NodeName, header: int, payload: memoryview) -> Actions:
+            raise ZeroDivisionError
+
+    network = pair()
+    network.add("a", Beacon(["b"]))
+    network.add("b", Broken([]))
+    with pytest.raises(ZeroDivisionError) as caught:
+        network.run(10)
+    assert caught.value.__notes__ == ["message from 'a' at node 'b', virtual time 1.25 s, seed 1"]
+
+
+def test_what_is_not_a_header_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    network = pair()
+    receiver = Beacon([])
+    network.add("b", receiver)
+    network.send("a", "b", "not a number")
+    network.send("a", "b", 1)
+    network.run(10)
+    assert receiver.numbers == [1] and "cannot be read" in caplog.text
+
+
+def test_a_message_to_oneself_arrives_at_once_whatever_the_link_does() -> None:
+    network = pair(Link(latency_s=1.0, loss=0.99))
+    alone = Beacon(["a"], count=3)
+    network.add("a", alone)
+    network.run(10)
+    assert alone.heard == [(1.0, "a", 1), (2.0, "a", 2), (3.0, "a", 3)]
+
+
 STORMY = Link(latency_s=0.1, bytes_per_s=1e4, jitter=Exponential(0.5), loss=0.1, duplicate=0.1, reorder=0.1, hold_s=1.0)
 
 

@@ -115,8 +115,7 @@ FromWorker = Join | Ask | Leave | Ended
 FromCoordinator = Waiting | Table | Refused
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(msgspec.Struct, frozen=True, tag="check"):
     """Does somebody accept connections at this address?"""
 
     rank: int
@@ -124,8 +123,7 @@ class Check:
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(msgspec.Struct, frozen=True, tag="checked"):
     check: Check
     why_not: str | None  # None: somebody does
 

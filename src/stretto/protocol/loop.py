@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from stretto.errors import ConfigurationError, StrettoError
+from stretto.errors import ConfigurationError, PeerLost, StrettoError, WireError
 from stretto.protocol.machine import Actions, HeaderReader, Machine, Node, Payload, Reply, SendMessage, SetTimer
 from stretto.protocol.timers import Timers
 
@@ -81,7 +81,6 @@ class Loop:
         self._closed: StrettoError | None = None
         self._generation = 0
         wire.on_lost(lambda lost: self._tell_view((), (lost.rank,)))
-        wire.on_view(self._on_view)
 
     # For any thread
 
@@ -236,7 +235,9 @@ class Loop:
         if to == self._wire.rank:
             self._to_myself.append((running, header, view))
         else:
-            self._wire.offer(to, running.channel, header, view, lambda _: self._taken(running, to, num_bytes))
+            self._wire.offer(to, running.channel, header, view, lambda handle: self._taken(running, to, num_bytes, handle.error))
 
-    def _taken(self, running: Running, to: int, num_bytes: int) -> None:
+    def _taken(self, running: Running, to: int, num_bytes: int, error: WireError | None = None) -> None:
         running.unsent[to] -= num_bytes
+        if error is not None and not isinstance(error, PeerLost):  # a loss is told as a view
+            self.end(running, error)

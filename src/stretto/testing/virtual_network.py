@@ -284,6 +284,8 @@ class VirtualNetwork:
         if after_s is None:
             node.timers.pop(name, None)
             return
+        if not 0 <= after_s < math.inf:
+            raise ValueError(f"timer {name!r} in {after_s} s: give a finite number of seconds, or None to take a timer back")
         self._sequence += 1
         number = node.timers[name] = self._sequence
 
@@ -376,7 +378,7 @@ class VirtualNetwork:
             self.at(self.now + self.model.silence_s, fall_silent)
 
     def _is_cut(self, a: NodeName, b: NodeName) -> bool:
-        hit = [cut for cut, _ in self._cuts if cut.separates(a, b)]
+        hit = [cut for cut, _ in self._cuts if cut.separates(a, b)] if self._cuts else []
         for cut in hit:
             self._ledger.fired[str(cut)] += 1
         return bool(hit)
