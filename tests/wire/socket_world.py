@@ -19,7 +19,7 @@ from stretto.errors import FrameError, PeerLost, WireError
 from stretto.launching.membership import Peer
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
-from stretto.wire import frames
+from stretto.wire import frames, mailbox
 from stretto.wire.base import Tag
 from stretto.wire.framed import TOPIC_ANSWER, TOPIC_HELLO, TOPIC_OFFER, FramedWire
 from stretto.wire.frames import FrameKind, Header
@@ -312,6 +312,21 @@ def check_overdraft(make: Make, say: Say) -> None:
         progress_until(wire, lambda: ROGUE in wire.lost, "the loss of the rogue")
         assert re.search("bad frame: .* bytes under way to channel 5, its credit is 1000", wire.lost[ROGUE].reason)
         assert len(got) == 20 and not wire._serving._inflows
+
+
+def check_unasked(make: Make, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody asks for is kept up to a limit, and what is asked for does not count against it."""
+    monkeypatch.setattr(mailbox, "MAX_PARKED_BYTES", 10_000)
+    with world_with_a_rogue(make) as wires:
+        wire = wires[0]
+        for index in range(50):
+            handle, _ = receive(wire, ROGUE, Tag(1, 0, index), 5000)
+            say(wires[ROGUE], 0, frame(FrameKind.INLINE, ROGUE, bytes(5000), index=index))
+            wait_for(wire, handle)
+        for index in range(2):
+            say(wires[ROGUE], 0, frame(FrameKind.INLINE, ROGUE, bytes(5000), sequence=1, index=index))
+        progress_until(wire, lambda: ROGUE in wire.lost, "the loss of the rogue")
+        assert "bad frame: 5000 bytes that nobody asked for, with 5512 here" in wire.lost[ROGUE].reason
 
 
 def check_mutations(make: Make, say: Say, seed: int, num_frames: int = 40) -> None:

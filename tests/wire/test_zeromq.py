@@ -39,6 +39,7 @@ from wire.socket_world import (
     check_harmless,
     check_mutations,
     check_overdraft,
+    check_unasked,
     connect_all,
     frame,
     good_frame,
@@ -86,6 +87,10 @@ def test_what_is_odd_but_harmless_changes_nothing(what: str) -> None:
 
 def test_a_peer_that_sends_more_than_its_credit_is_lost() -> None:
     check_overdraft(zeromq(), say)
+
+
+def test_a_peer_that_sends_too_much_that_nobody_asked_for_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_unasked(zeromq(), say, monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(6))

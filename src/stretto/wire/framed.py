@@ -1,7 +1,7 @@
-"""What the socket wires have in common: frames matched to receives, control messages, shared memory, lost peers.
+"""What the socket wires have in common: frames and their headers, shared memory, greetings and goodbyes.
 
-A transport below (`tcp.py`, `zeromq.py`) moves frames between two ranks, in order, and tells when a peer is gone. Here lives
-everything that does not depend on how: a frame that comes before its receive is parked; one that fits none is the peer's error.
+A transport below (`tcp.py`, `zeromq.py`) moves frames between two ranks, in order, and tells when a peer is gone. What frames
+carry is matched with receives in `mailbox.py`.
 """
 
 from __future__ import annotations
@@ -14,58 +14,48 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
+from stretto.errors import ConfigurationError
 from stretto.launching.membership import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.awaited import Awaited
-from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, OnMessage, Tag, Wire
+from stretto.wire.base import Handle, Tag
 from stretto.wire.door import MAX_STRANGERS, Door
 from stretto.wire.frames import FrameKind, Header
-from stretto.wire.serving import TOPIC_CREDIT, TOPIC_HEAD, Serving
+from stretto.wire.mailbox import MailboxWire, PostedReceive
 from stretto.wire.shared_memory import Allowance, Answer, Inbox, Offer, Outbox, folder
 
 SHARED_FROM_BYTES = 16 << 10
-MAX_UNHEARD = 10_000  # control messages kept for a listener that is still to come
 
 TOPIC_HELLO = 0
 TOPIC_OFFER = 1
 TOPIC_ANSWER = 2
 TOPIC_FAREWELL = 3
 
-NO_TAG = Tag(0, 0, 0)
 log = logging.getLogger("stretto.wire")
 
-Key = tuple[int, int, int, int]  # source, channel, sequence, index
 
+class ArrivedFrame(NamedTuple):
+    """A frame that carries a message, and its payload."""
 
-class Expected:
-    """A receive that has been asked for."""
+    header: Header
+    view: memoryview
 
-    __slots__ = ("consume", "digest", "dtype", "handle", "into", "num_bytes")
+    @property
+    def digest(self) -> int:
+        return self.header.digest
 
-    def __init__(
-        self, handle: Handle, num_bytes: int, dtype: int, digest: int, consume: Consume, into: memoryview | None
-    ) -> None:
-        self.handle = handle
-        self.num_bytes = num_bytes
-        self.dtype = dtype
-        self.digest = digest
-        self.consume = consume
-        self.into = into
+    @property
+    def dtype(self) -> int:
+        return self.header.dtype
 
-    def problem(self, header: Header) -> WireError | None:
-        if header.digest != self.digest:
-            return DigestMismatch(self.handle.peer)
-        if header.num_bytes != self.num_bytes:
-            return FrameError(self.handle.peer, f"{header.num_bytes} bytes where {self.num_bytes} are due")
-        if header.dtype != self.dtype:
-            names = frames.DTYPE_NAMES
-            return FrameError(self.handle.peer, f"{names[header.dtype]} where {names[self.dtype]} is due")
-        return None
+    @property
+    def num_bytes(self) -> int:
+        return self.header.num_bytes
 
 
 class Connection:
@@ -92,7 +82,7 @@ class Connection:
         return self.next_number
 
 
-class FramedWire(Wire):
+class FramedWire(MailboxWire[ArrivedFrame]):
     """See the module's text."""
 
     def __init__(
@@ -107,9 +97,7 @@ class FramedWire(Wire):
         generation: int,
         shared_memory: bool,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.lost: dict[int, PeerLost] = {}
+        super().__init__(rank, world_size)
         self.timeouts = timeouts or Timeouts()
         self._door = Door(rank, bind, port, generation=generation, limit=MAX_STRANGERS + world_size)
         self.address = self._door.address
@@ -118,16 +106,7 @@ class FramedWire(Wire):
         self._awaited = Awaited(rank, self.timeouts.connect_s)
         self._generation = generation
         self._shared_memory = shared_memory
-        self._sent = 0
-        self._closed = False
         self._warned = False
-        self._expected: dict[Key, Expected] = {}
-        self._parked: dict[Key, tuple[Header, memoryview]] = {}
-        self._cancelled: deque[tuple[int, int]] = deque(maxlen=256)  # late messages of these are dropped
-        self._listeners: dict[int, Listener] = {}
-        self._unheard: dict[int, list[tuple[int, bytes]]] = {}
-        self._lost_listeners: list[LostListener] = []
-        self._left: set[int] = set()
         self._waiting_for_farewell: set[int] = set()
         self._unacked: set[int] = set()  # ranks to which acknowledgements are due
         self._near, self._far = socket.socketpair()
@@ -137,9 +116,6 @@ class FramedWire(Wire):
         self.listen(TOPIC_OFFER, self._on_offer)
         self.listen(TOPIC_ANSWER, self._on_answer)
         self.listen(TOPIC_FAREWELL, lambda source, body: self._waiting_for_farewell.discard(source))
-        self._serving = Serving(self)
-        self.listen(TOPIC_CREDIT, self._serving.on_credit)
-        self.listen(TOPIC_HEAD, self._serving.on_head)
 
     # -- what a transport provides ------------------------------------------------------------------------------------
 
@@ -162,6 +138,10 @@ class FramedWire(Wire):
         """Queue a message whose payload is the caller's memory; finish the handle when that memory is free again."""
 
     @abstractmethod
+    def _orphans(self, rank: int) -> list[Handle]:
+        """Forget what is on its way to or from one peer; returns the handles."""
+
+    @abstractmethod
     def _drop(self, rank: int) -> None:
         """Close what belongs to one peer."""
 
@@ -169,13 +149,6 @@ class FramedWire(Wire):
 
     def now(self) -> float:
         return time.monotonic()
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._sent
-
-    def said_goodbye(self, rank: int) -> bool:
-        return rank in self._left
 
     def send(self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None) -> Handle:
         handle = Handle(to, tag, on_done)
@@ -205,28 +178,6 @@ class FramedWire(Wire):
             Header(kind, self._generation, self.rank, channel, sequence, index, digest, dtype, slot, number, num_bytes)
         )
 
-    def recv(
-        self,
-        source: int,
-        tag: Tag,
-        num_bytes: int,
-        dtype: int,
-        consume: Consume,
-        on_done: Callable[[Handle], None] | None = None,
-        into: memoryview | None = None,
-    ) -> Handle:
-        handle = Handle(source, tag, on_done)
-        key = (source, tag.channel, tag.sequence, tag.index)
-        expected = Expected(handle, num_bytes, dtype, tag.digest, consume, into)
-        parked = self._parked.pop(key, None)
-        if parked is not None:
-            self._hand_over(expected, *parked)
-        elif source in self.lost:
-            handle.finish(self.lost[source])
-        else:
-            self._expected[key] = expected
-        return handle
-
     def post(self, to: int, topic: int, body: bytes) -> None:
         if len(body) > frames.MAX_POST_BYTES:
             raise ConfigurationError(f"a control message of {len(body)} bytes: the limit is {frames.MAX_POST_BYTES}.")
@@ -236,32 +187,12 @@ class FramedWire(Wire):
         if to not in self.lost and not self._closed:
             self._control(to, FrameKind.POST, body, topic)
 
-    def serve(self, channel: int, on_message: OnMessage, credit_bytes: int) -> None:
-        self._serving.serve(channel, on_message, credit_bytes)
-
-    def offer(
-        self, to: int, channel: int, header: bytes, payload: memoryview, on_done: Callable[[Handle], None] | None = None
-    ) -> Handle:
-        return self._serving.offer(to, channel, header, payload, on_done)
-
     def _control(self, to: int, kind: FrameKind, body: bytes = b"", topic: int = 0) -> None:
         self._sent += frames.HEADER_BYTES + len(body)
         self._send_frame(to, self._head(kind, Tag(topic, 0, 0), 0, len(body)) + body)
 
-    def listen(self, topic: int, listener: Listener) -> None:
-        self._listeners[topic] = listener
-        for source, body in self._unheard.pop(topic, ()):
-            self._tell(listener, source, body)
-
-    def on_lost(self, listener: LostListener) -> None:
-        self._lost_listeners.append(listener)
-
     def cancel(self, channel: int, sequence: int) -> None:
-        self._cancelled.append((channel, sequence))
-        for key in [key for key in self._expected if key[1] == channel and key[2] == sequence]:
-            del self._expected[key]
-        for key in [key for key in self._parked if key[1] == channel and key[2] == sequence]:
-            del self._parked[key]
+        super().cancel(channel, sequence)
         for rank in self.peers:
             connection = self._connection(rank)
             kept = (item for item in connection.waiting if item[0].tag[:2] != (channel, sequence))
@@ -286,7 +217,7 @@ class FramedWire(Wire):
         """A whole frame is here. `payload` is valid only during the call, unless the kind is INLINE or BULK (it may be kept)."""
         kind = header.kind
         if kind == FrameKind.INLINE or kind == FrameKind.BULK:
-            self._deliver(source, header, payload)
+            self._take_in(source, header, payload)
         elif kind == FrameKind.SHARED:
             self._deliver_shared(source, header)
         elif kind == FrameKind.POST:
@@ -301,39 +232,14 @@ class FramedWire(Wire):
             self.post(source, TOPIC_FAREWELL, b"")
             self._lose(source, "it left the job (stretto.shutdown, or its program ended)")
 
-    def _deliver(self, source: int, header: Header, view: memoryview) -> None:
-        key = (source, header.channel, header.sequence, header.index)
-        expected = self._expected.pop(key, None)
-        if expected is not None:
-            self._hand_over(expected, header, view)
-        elif (header.channel, header.sequence) not in self._cancelled:
-            if key in self._parked:
-                self._lose(source, f"it sent a bad frame: a second message {key[1:]}")
-                return
-            self._parked[key] = (header, view)
+    def _take_in(self, source: int, header: Header, view: memoryview) -> None:
+        self._deliver((source, header.channel, header.sequence, header.index), ArrivedFrame(header, view))
 
-    def _hand_over(self, expected: Expected, header: Header, view: memoryview) -> None:
-        error = expected.problem(header)
+    def _hand_over(self, receive: PostedReceive, message: ArrivedFrame) -> None:
+        error = receive.problem(message.header)
         if error is None:
-            expected.consume(view)
-        expected.handle.finish(error)
-
-    def _hear(self, source: int, topic: int, body: bytes) -> None:
-        listener = self._listeners.get(topic)
-        if listener is not None:
-            self._tell(listener, source, body)
-        else:
-            unheard = self._unheard.setdefault(topic, [])
-            unheard.append((source, body))
-            if len(unheard) > MAX_UNHEARD:
-                self._lose(source, f"it sent a bad frame: control messages of topic {topic}, which nobody listens to")
-                unheard.clear()
-
-    def _tell(self, listener: Listener, source: int, body: bytes) -> None:
-        try:
-            listener(source, body)
-        except (UnicodeError, RecursionError) as problem:  # what decoding raises besides its own errors
-            self._lose(source, f"it sent a bad frame: a malformed control message ({problem})")
+            receive.consume(message.view)
+        receive.handle.finish(error)
 
     # -- shared memory ------------------------------------------------------------------------------------------------
 
@@ -362,7 +268,7 @@ class FramedWire(Wire):
             return
         if (source, header.channel, header.sequence, header.index) not in self._expected:
             view = memoryview(bytes(view))  # too early: make room, so that parked messages never block the slots
-        self._deliver(source, header, view)
+        self._take_in(source, header, view)
         self._owe_ack(connection, header.number)
 
     def _owe_ack(self, connection: Connection, number: int) -> None:
@@ -461,32 +367,19 @@ class FramedWire(Wire):
 
     # -- peers that go ------------------------------------------------------------------------------------------------
 
-    def _lose(self, rank: int, reason: str) -> None:
-        if rank in self.lost:
-            return
-        error = PeerLost(rank, reason)
-        self.lost[rank] = error
-        handles = self._orphans(rank)
-        self._drop(rank)
-        self._close_boxes(self._connection(rank))
-        for handle in handles:
-            handle.finish(error)
-        for listener in self._lost_listeners:
-            listener(error)
-
     def _raise_if_lost(self) -> None:
         """While the job is being formed. A peer that was here and has already left in order is no reason to fail."""
         for rank, error in self.lost.items():
             if rank not in self._left:
                 raise error
 
-    def _orphans(self, rank: int) -> list[Handle]:
-        """Every transfer that can no longer end by itself. Transports add theirs."""
+    def _stop_sending(self, rank: int) -> list[Handle]:
         connection = self._connection(rank)
-        handles = [handle for handle, _, _ in connection.waiting]
+        handles = self._orphans(rank) + [handle for handle, _, _ in connection.waiting]
         connection.waiting.clear()
-        keys = [key for key in self._expected if key[0] == rank]
-        return handles + [self._expected.pop(key).handle for key in keys] + self._serving.forget(rank)
+        self._drop(rank)
+        self._close_boxes(connection)
+        return handles
 
     def _close_boxes(self, connection: Connection) -> None:
         for box in (connection.outbox, connection.inbox):

@@ -127,6 +127,7 @@ class Serving:
 
     def __init__(self, wire: Carrier) -> None:
         self._wire = wire
+        self.credit_given = 0  # to each peer, in all
         self._services: dict[int, Service] = {}
         self._outflows: dict[int, dict[int, Outflow]] = {}  # peer -> channel -> what goes there
         self._inflows: dict[tuple[int, int], Inflow] = {}  # (source, channel)
@@ -149,6 +150,7 @@ class Serving:
             if other == channel:
                 inflow.service = self._services[channel]
         if known is None:
+            self.credit_given += credit_bytes
             for peer in self._wire.peers:
                 self._tell(peer, OPEN, channel, credit_bytes)
 

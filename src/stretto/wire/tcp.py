@@ -40,9 +40,10 @@ from stretto.wire import frames
 from stretto.wire.awaited import TRY_EVERY_S
 from stretto.wire.base import Handle
 from stretto.wire.door import HANDSHAKE_S, can_hide
-from stretto.wire.framed import TOPIC_HELLO, Connection, Expected, FramedWire, log
+from stretto.wire.framed import TOPIC_HELLO, Connection, FramedWire, log
 from stretto.wire.frames import FrameKind, Header
 from stretto.wire.handshake import handshake_key, introduce_ourselves
+from stretto.wire.mailbox import PostedReceive
 from stretto.wire.pulse import Acquaintance, Pulse
 from stretto.wire.tcp_writer import Writer
 
@@ -85,7 +86,7 @@ class Stream(Connection):
         self.ahead = memoryview(bytearray(READ_AHEAD_BYTES))
         self.begin = self.end = 0
         self.header: Header | None = None
-        self.expected: Expected | None = None  # the receive that the payload being read is for
+        self.expected: PostedReceive | None = None  # the receive that the payload being read is for
         self.target = memoryview(b"")
         self.filled = 0
         self.staging = memoryview(bytearray(0))
@@ -253,7 +254,7 @@ class TcpWire(FramedWire):
         if connection.expected is not None:
             handles.append(connection.expected.handle)
             connection.expected = None
-        return handles + super()._orphans(rank)
+        return handles
 
     def _drop(self, rank: int) -> None:
         connection = self._connections[rank]
@@ -431,6 +432,7 @@ class TcpWire(FramedWire):
         key = (connection.rank, header.channel, header.sequence, header.index)
         expected = self._expected.get(key)
         if expected is None:
+            self._check_room(connection.rank, header.num_bytes)
             return memoryview(bytearray(header.num_bytes))  # to be parked
         if expected.problem(header) is None:
             connection.expected = self._expected.pop(key)
@@ -457,7 +459,7 @@ class TcpWire(FramedWire):
                 expected.consume(target)
             expected.handle.finish()
         elif header.kind == FrameKind.INLINE:
-            self._deliver(connection.rank, header, self._private(connection, target))
+            self._take_in(connection.rank, header, self._private(connection, target))
         elif header.kind != FrameKind.HEARTBEAT:
             self._dispatch(connection.rank, header, target)
 

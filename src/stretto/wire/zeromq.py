@@ -253,7 +253,7 @@ class ZeroMQWire(FramedWire):
         connection = self._connections[rank]
         handles = list(connection.unacknowledged.values())
         connection.unacknowledged.clear()
-        return handles + super()._orphans(rank)
+        return handles
 
     def _drop(self, rank: int) -> None:
         self._suspects.pop(rank, None)
