@@ -269,16 +269,15 @@ class VirtualNetwork:
             raise
 
     def _perform(self, node: _Node, action: SendMessage | SetTimer | Reply) -> None:
-        match action:
-            case SendMessage(to, header, payload):
-                assert not isinstance(to, bytes)
-                self.send(node.name, to, header, payload)
-            case SetTimer(name, after_s):
-                self._set_timer(node, name, after_s)
-            case Reply(ticket, value, None):
-                node.replies.pop(ticket).set_result(value)
-            case Reply(ticket, _, error):
-                node.replies.pop(ticket).set_exception(error)
+        if isinstance(action, SendMessage):
+            assert not isinstance(action.to, bytes)
+            self.send(node.name, action.to, action.header, action.payload)
+        elif isinstance(action, SetTimer):
+            self._set_timer(node, action.name, action.after_s)
+        elif action.error is None:
+            node.replies.pop(action.ticket).set_result(action.value)
+        else:
+            node.replies.pop(action.ticket).set_exception(action.error)
 
     def _set_timer(self, node: _Node, name: str, after_s: float | None) -> None:
         if after_s is None:
