@@ -220,7 +220,7 @@ def _report(job: LabJob, traffic: list[Traffic], code: int) -> None:
 
 
 def _accusation(job: LabJob) -> str:
-    """Whom the last words of the first that failed blame: one that was stopped, say, has not failed itself."""
+    """The host that the last words of the first failed one blame; it may not have failed itself (it was stopped, say)."""
     first = job.processes[job.first_failure or 0]
     accused = Failure(first.host, 0, first.returncode or 0, 0.0, first.output.encode()).accused
     return "" if accused is None else f", having lost rank {accused}"

@@ -21,7 +21,7 @@ from stretto.lab import messages
 
 
 class Sink(Protocol):
-    """Who gets output as it comes. Called from the lab's reading thread: must not block."""
+    """Receives output as it comes. Called from the lab's reading thread: must not block."""
 
     def write(self, host: int, data: bytes) -> None: ...
 
