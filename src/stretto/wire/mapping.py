@@ -1,9 +1,9 @@
 """Host memory that several processes of one machine see: each worker's own, which it writes, and the others', which it reads.
 
 A worker makes one anonymous file (`memfd_create`), allocated in full, and tells the others where it is: `/proc/PID/fd/N`, which
-means the same process only within one PID namespace, its size, and a random cookie that lies at its beginning. They open it, check
-owner, mode, size and cookie, and map it for reading. It has no name, so nothing is left on the machine whatever happens to the
-processes, and it does not count against the size of /dev/shm, of which containers have little.
+means the same process only within one PID namespace, its size, and a random cookie that lies at its beginning. They open it,
+check owner, mode, size and cookie, and map it for reading. It has no name, so nothing is left on the machine whatever happens to
+the processes, and it does not count against the size of /dev/shm, of which containers have little.
 
 A mapping outlives the process that made the file: what a killed worker has written stays readable until the last mapping is
 gone. Reading it never faults, since nobody can shorten a file that is sealed.
