@@ -224,6 +224,40 @@ def test_who_is_lost_is_told_as_a_view_also_if_it_was_lost_before_the_machine_st
         assert running.request([]).result(DEADLINE_S) and running.error is None
 
 
+def test_a_loss_that_is_found_while_an_event_is_carried_out_is_told_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a socket does it whose other end is gone: the loss is told inside `offer`."""
+    wires = threads_world(3)
+    loop, machine = Loop(wires[0]), Recorder()
+    running = loop.start(machine, CHANNEL)
+    loop.turn()
+    offer = wires[0].offer
+
+    def finds_it_lost(to: int, *message: Any) -> Any:
+        if to == 1 and 1 not in wires[0].lost:
+            wires[1].kill()
+            wires[0].progress(0.0)
+        return offer(to, *message)
+
+    monkeypatch.setattr(wires[0], "offer", finds_it_lost)
+
+    def send_and_note(ticket: int) -> Iterator[Any]:
+        yield SendMessage(1, "x")
+        assert 1 in wires[0].lost
+        machine.events.append("sent")
+        yield Reply(ticket, True)
+
+    reply = running.request(send_and_note)
+    drive(wires[0], loop, reply.done)
+    assert machine.events == ["start", "sent", ("view", [], [1])] and running.error is None
+
+
+def test_a_credit_that_is_too_small_ends_the_machine_with_the_reason() -> None:
+    with threads(1) as (_, communications):
+        running = communications[0].loop.start(Recorder(), CHANNEL, credit_bytes=1)
+        with pytest.raises(ConfigurationError, match="credit_bytes=1"):
+            running.request([]).result(DEADLINE_S)
+
+
 def test_what_cannot_be_read_is_ignored_and_complained_of_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
     with threads(2) as (wires, communications), caplog.at_level(logging.WARNING):
         machine = Recorder()

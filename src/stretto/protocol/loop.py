@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -78,6 +79,8 @@ class Loop:
         self._timers: Timers[tuple[int, str]] = Timers()
         self._calls: deque[tuple[Callable[[Future[Any]], None], Future[Any]]] = deque()
         self._to_myself: deque[tuple[Running, bytes, memoryview]] = deque()
+        self._events: deque[tuple[Running, Callable[[float], Actions]]] = deque()
+        self._busy = False  # with an event
         self._closed: StrettoError | None = None
         self._generation = 0
         wire.on_lost(lambda lost: self._tell_view((), (lost.rank,)))
@@ -116,6 +119,8 @@ class Loop:
 
     def turn(self) -> float:
         """Let machines take what is due. Returns for how many seconds only peers, or other threads, can bring more."""
+        if not self._calls and not self._running:
+            return math.inf
         for _ in range(len(self._calls)):
             self._make_call(*self._calls.popleft())
         for _ in range(len(self._to_myself)):
@@ -155,11 +160,16 @@ class Loop:
         running.begun = True
         self._run(running, running.machine.on_start)
         if self._wire.lost:
-            self._run(running, lambda now: running.machine.on_view(now, [], sorted(self._wire.lost), self._generation))
-        self._wire.serve(running.channel, lambda *message: self._on_message(running, *message), credit_bytes)
+            self._run(running, partial(self._view_of, running.machine, [], sorted(self._wire.lost)))
+        try:
+            self._wire.serve(running.channel, partial(self._on_message, running), credit_bytes)
+        except StrettoError as error:
+            self.end(running, error)
 
     def _on_message(self, running: Running, source: int, header: bytes, payload: memoryview) -> None:
         if running.error is None and (value := running.reader.read(source, header)) is not None:
+            if self._busy:
+                payload = memoryview(bytes(payload))  # it has to wait, and the wire does not
             self._run(running, lambda now: running.machine.on_message(now, source, value, payload))
 
     def _on_timer(self, timer: tuple[int, str]) -> None:
@@ -191,17 +201,31 @@ class Loop:
                 self._calls.popleft()[1].set_exception(error)
 
     def _run(self, running: Running, event: Callable[[float], Actions]) -> None:
+        """Events come one at a time: a peer that is found lost while an action sends to it is told of afterwards."""
+        self._events.append((running, event))
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._events:
+                self._take_event(*self._events.popleft())
+        finally:
+            self._busy = False
+
+    def _take_event(self, running: Running, event: Callable[[float], Actions]) -> None:
         if running.error is not None:
             return
         try:
             for action in event(self._wire.now()):
                 self._perform(running, action)
+        except StrettoError as error:
+            log.error("%s has ended: %s", running, error)
+            self.end(running, error)
         except Exception as error:
             log.error("%s has failed", running, exc_info=error)
-            if not isinstance(error, StrettoError):
-                error, cause = StrettoError(f"{running} has failed: {error!r}. The log has the traceback: report it."), error
-                error.__cause__ = cause
-            self.end(running, error)
+            failure = StrettoError(f"{running} has failed: {error!r}. The log has the traceback: report it.")
+            failure.__cause__ = error
+            self.end(running, failure)
 
     # Actions
 

@@ -283,7 +283,7 @@ class VirtualNetwork:
         if after_s is None:
             node.timers.pop(name, None)
             return
-        if not 0 <= after_s < math.inf:
+        if not -math.inf < after_s < math.inf:
             raise ValueError(f"timer {name!r} in {after_s} s: give a finite number of seconds, or None to take a timer back")
         self._sequence += 1
         number = node.timers[name] = self._sequence
