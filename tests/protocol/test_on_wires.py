@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +146,50 @@ def test_the_register_is_read_and_written_by_all_also_after_a_kill(kind: str, si
         assert all(registers.request(rank, Read()) == (latest, value) for rank in registers.running)
         registers.request(max(registers.running), Write(b"last"))
         assert registers.request(0, Read())[1] == b"last"
+
+
+@pytest.mark.processes
+def test_processes_go_on_when_one_of_them_is_killed() -> None:
+    size, victim = 3, 1
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(Path(__file__).parent / "worker.py")]
+    workers = [
+        subprocess.Popen([*command, str(rank), str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+        for rank in range(size)
+    ]
+
+    def kill_all() -> None:
+        for worker in workers:
+            worker.kill()
+
+    watchdog = threading.Timer(DEADLINE_S, kill_all)  # whoever reads finds the end then
+    watchdog.start()
+
+    def says(worker: subprocess.Popen[str]) -> list[int]:
+        assert worker.stdout is not None
+        line = worker.stdout.readline()
+        assert line, "it has ended"
+        return [int(word) for word in line.split()]
+
+    try:
+        addresses = " ".join(worker.stdout.readline().strip() for worker in workers if worker.stdout is not None)
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write(addresses + "\n")
+            worker.stdin.flush()
+        for worker in workers:
+            while says(worker)[0] < 5:
+                pass
+        workers[victim].kill()
+        assert workers[victim].wait(DEADLINE_S) == -signal.SIGKILL
+        for worker in (workers[0], workers[2]):
+            while (heard := says(worker))[2:] != [victim]:
+                pass
+            while (later := says(worker))[0] < heard[0] + 5:
+                assert later[1] >= heard[1]  # the register goes on as well, and never back
+            assert later[1] > heard[1]
+    finally:
+        watchdog.cancel()
+        kill_all()
+        for worker in workers:
+            worker.communicate()
