@@ -1,6 +1,6 @@
 """One process of a token ring and a register over TCP, without torch: python worker.py RANK SIZE.
 
-It prints its pid and address, reads those of all, and then prints, again and again: turns, number of the register's stamp, the lost.
+It prints its pid and address, reads those of all, and then prints again and again: turns, number of the stamp, who is lost.
 """
 
 from __future__ import annotations

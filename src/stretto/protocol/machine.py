@@ -6,7 +6,7 @@
 A machine never blocks, reads no clock (every event carries the time) and draws no random number that it was not given.
 So the same object runs in two places: on a wire, in the communication thread (`protocol/loop.py`), and in virtual time,
 thousands of times a second, with losses, duplicates, reordering, pauses, cuts and kills from a seed
-(`testing/virtual_network.py`). There the mistakes of distributed protocols are found; here they would cost a job.
+(`testing/virtual_network.py`).
 
 What a machine may rely on:
 
@@ -87,11 +87,12 @@ class Machine(ABC):
 
     def on_request(self, now: float, ticket: int, request: Any) -> Actions:
         """The program of this node wants something; `Reply(ticket, ...)`, now or in a later event, is the answer."""
-        raise StrettoError(f"{type(self).__name__} takes no requests, and was sent {request!r}.")
+        name = type(self).__name__
+        raise StrettoError(f"{name} was sent the request {request!r}, but takes none. Give {name} an on_request.")
 
 
 class HeaderReader:
-    """Reads what peers sent to a machine. What is not a header of its is logged, the first few times, and ignored."""
+    """Reads headers that peers sent to a machine. What cannot be read is logged, the first few times, and ignored."""
 
     def __init__(self, machine: Machine) -> None:
         self._name = type(machine).__name__
