@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
 from typing import Final
 
 from stretto.collectives.execute import Communicator
@@ -53,7 +54,11 @@ class CommunicationThread:
 
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` in the communication thread, the only one that may touch the wire, and wait for it."""
-        self.loop.call(action).result()  # the thread ends no call unanswered, nor does it end without answering all
+        called = self.loop.call(action)
+        while not futures.wait([called], 1.0).done:
+            if not self._thread.is_alive():  # in a forked child
+                raise self._broken or StrettoError("the job was shut down")
+        called.result()
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; collectives still under way fail. The wire is then the caller's to close."""
