@@ -22,7 +22,7 @@ import contextlib
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -82,8 +82,9 @@ class Loop:
         self._events: deque[tuple[Running, Callable[[float], Actions]]] = deque()
         self._busy = False  # with an event
         self._closed: StrettoError | None = None
-        self._generation = 0
-        wire.on_lost(lambda lost: self._tell_view((), (lost.rank,)))
+        self._left = set(wire.lost)
+        wire.on_lost(lambda lost: self._change_view([], [lost.rank]))
+        wire.on_view(lambda joined, left, _: self._change_view(joined, left))
 
     # For any thread
 
@@ -159,8 +160,8 @@ class Loop:
     def _begin(self, running: Running, credit_bytes: int) -> None:
         running.begun = True
         self._run(running, running.machine.on_start)
-        if self._wire.lost:
-            self._run(running, partial(self._view_of, running.machine, [], sorted(self._wire.lost)))
+        if self._left:
+            self._run(running, partial(self._view_of, running.machine, [], sorted(self._left)))
         try:
             self._wire.serve(running.channel, partial(self._on_message, running), credit_bytes)
         except StrettoError as error:
@@ -177,17 +178,16 @@ class Loop:
         running = self._running[channel]
         self._run(running, lambda now: running.machine.on_timer(now, name))
 
-    def _on_view(self, joined: Sequence[int], left: Sequence[int], generation: int) -> None:
-        self._generation = generation
-        self._tell_view(joined, left)
-
-    def _tell_view(self, joined: Sequence[int], left: Sequence[int]) -> None:
-        for running in list(self._running.values()):
+    def _change_view(self, joined: list[int], left: list[int]) -> None:
+        """A peer that is lost has left; that it is taken out of the job later, if it is, is no news."""
+        left = [rank for rank in left if rank not in self._left]
+        self._left = (self._left | set(left)) - set(joined)
+        for running in list(self._running.values()) if joined or left else ():
             if running.begun:
                 self._run(running, partial(self._view_of, running.machine, joined, left))
 
-    def _view_of(self, machine: Machine, joined: Sequence[int], left: Sequence[int], now: float) -> Actions:
-        return machine.on_view(now, joined, left, self._generation)
+    def _view_of(self, machine: Machine, joined: list[int], left: list[int], now: float) -> Actions:
+        return machine.on_view(now, joined, left, self._wire.generation)
 
     def _make_call(self, action: Callable[[Future[Any]], None], future: Future[Any]) -> None:
         try:
@@ -245,10 +245,10 @@ class Loop:
     def _send(self, running: Running, to: Node, header: bytes, payload: Payload) -> None:
         view = memoryview(payload)
         num_bytes = len(header) + view.nbytes
-        if not isinstance(to, int) or not 0 <= to < self._wire.world_size:
-            raise ConfigurationError(f"{running} sends to {to!r}, which is no rank of a job of {self._wire.world_size}.")
-        if to in self._wire.lost:
+        if to in self._left:
             return
+        if not isinstance(to, int) or (to != self._wire.rank and to not in self._wire.peers):
+            raise ConfigurationError(f"{running} sends to {to!r}, which is no rank of this job: these are {self._wire.peers}.")
         if running.unsent[to] + num_bytes > running.unsent_bytes:
             raise StrettoError(
                 f"{running} sends {num_bytes} bytes to rank {to}, which has not taken {running.unsent[to]} bytes sent before: "
