@@ -224,6 +224,35 @@ def test_who_is_lost_is_told_as_a_view_also_if_it_was_lost_before_the_machine_st
         assert running.request([]).result(DEADLINE_S) and running.error is None
 
 
+def test_a_rank_that_comes_back_has_joined_and_one_that_is_new_too_and_a_retired_one_has_left() -> None:
+    wires = threads_world(3)
+    loop, machine = Loop(wires[0]), Recorder()
+    running = loop.start(machine, CHANNEL)
+    wires[2].kill()
+    drive(wires[0], loop, lambda: len(machine.events) == 2)
+    wires[0].retire(2, 1)  # of which the machine knows that it is gone
+    wires[0].retire(1, 2)
+    newcomers = [wires[0].newcomer(rank, generation) for rank, generation in ((2, 3), (5, 4))]
+    for newcomer in newcomers:
+        wires[0].admit(newcomer.peer)
+    drive(wires[0], loop, lambda: len(machine.events) == 5)
+    assert machine.events[1:] == [("view", [], [2]), ("view", [], [1]), ("view", [2], []), ("view", [5], [])]
+    others = [Loop(newcomer) for newcomer in newcomers]
+    machines = [Recorder(), Recorder()]
+    for other, its in zip(others, machines, strict=True):
+        other.start(its, CHANNEL)
+        other.turn()
+    reply = running.request([SendMessage(to, "hello") for to in (1, 2, 5)])  # to 1, which has left: dropped
+    drive(wires[0], loop, reply.done)
+    for newcomer, other, its in zip(newcomers, others, machines, strict=True):
+        for _ in range(100):
+            wires[0].progress(0.0)
+            newcomer.progress(0.0)
+            other.turn()
+        assert its.events[-1] == (0, "hello", b"")
+    assert running.error is None
+
+
 def test_a_loss_that_is_found_while_an_event_is_carried_out_is_told_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a socket does it whose other end is gone: the loss is told inside `offer`."""
     wires = threads_world(3)

@@ -21,7 +21,7 @@ from stretto.wire.base import Tag, Wire
 from stretto.wire.framed import FramedWire
 from stretto.wire.frames import FrameKind
 from stretto.wire.zeromq import STRANGERS_BYTES, ZeroMQWire
-from stretto.wire.zeromq_watch import Event, Seen
+from stretto.wire.zeromq_watch import ConnectionEvent, Seen
 from wire.contract import Meeting, WireContract, body, exchange_once, progress_until, receive
 from wire.socket_world import (
     BAD_FRAMES,
@@ -303,8 +303,9 @@ def test_a_peer_that_is_sent_away_after_its_handshake_is_not_lost(monkeypatch: p
         assert isinstance(first, ZeroMQWire) and isinstance(second, ZeroMQWire)
         weigh, sent_away = second._weigh, []
 
-        def look(event: Event) -> None:
-            if event == Event(0, Seen.DISCONNECTED) and second._connections[0].connected:
+        def look(event: ConnectionEvent) -> None:
+            connection = second._connections[0]
+            if event == ConnectionEvent(connection.number_watched, Seen.DISCONNECTED) and connection.connected:
                 sent_away.append(event)
             weigh(event)
 

@@ -17,12 +17,14 @@ import threading
 import zlib
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from stretto.errors import ConfigurationError, PeerLost, WireError
+from stretto.launching.membership import Peer
 from stretto.wire.base import Consume, Handle, OnMessage, Tag
 from stretto.wire.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_POST_BYTES
+from stretto.wire.handshake import Life
 from stretto.wire.mailbox import Key, MailboxWire, PostedReceive
 
 LEFT = "it left the job"
@@ -63,6 +65,7 @@ class Envelope:
         "changed",
         "copy",
         "dtype",
+        "generation",
         "handle",
         "num_bytes",
         "source",
@@ -70,8 +73,9 @@ class Envelope:
         "target",
     )
 
-    def __init__(self, source: int, target: int, tag: Tag, dtype: int, view: memoryview, handle: Handle, check: bool):
-        self.source, self.target, self.tag, self.dtype = source, target, tag, dtype
+    def __init__(self, sender: InProcessWire, target: int, tag: Tag, dtype: int, view: memoryview, handle: Handle, check: bool):
+        self.source, self.target, self.tag, self.dtype = sender.rank, target, tag, dtype
+        self.generation = sender.life.generation
         self.num_bytes = view.nbytes
         self.handle = handle
         self.copy: bytearray | None = None
@@ -119,37 +123,54 @@ class Envelope:
 class Arrival:
     envelope: Envelope
 
+    @property
+    def origin(self) -> Life:
+        return Life(self.envelope.source, self.envelope.generation)
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:
+    """To the sender itself: the envelope has been read."""
+
     envelope: Envelope
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    source: int
+    origin: Life
     topic: int
     body: bytes
 
 
 @dataclass(frozen=True, slots=True)
+class Here:
+    """A newcomer introduces itself."""
+
+    origin: Life
+
+
+@dataclass(frozen=True, slots=True)
 class Gone:
-    lost: PeerLost
+    origin: Life
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    source: int
+    origin: Life
 
 
-Item = Arrival | Sent | Posted | Gone | Goodbye
+Item = Arrival | Sent | Posted | Here | Gone | Goodbye
 
 
 class InProcessWire(MailboxWire[Envelope]):
     """See the module's text. Subclasses move items between inboxes and keep the time."""
 
-    def __init__(self, rank: int, world_size: int, check: bool) -> None:
-        super().__init__(rank, world_size)
+    def __init__(self, rank: int, world_size: int, check: bool, generation: int = 0, members: Iterable[Life] = ()) -> None:
+        super().__init__(rank, world_size, generation)
+        self._lives = (dict(members) or dict.fromkeys(range(world_size), generation)) | {rank: generation}
+        self._members = set(self._lives)
+        self._early: dict[Life, list[Item]] = {}  # from newcomers that have not been admitted yet
         self._check = check
         self._inbox: deque[Item] = deque()
         self._sending: dict[int, Envelope] = {}
@@ -165,6 +186,10 @@ class InProcessWire(MailboxWire[Envelope]):
     @abstractmethod
     def _transmit_post(self, to: int, posted: Posted) -> None:
         """Bring it to the target's inbox, after everything posted there before."""
+
+    @abstractmethod
+    def _say_goodbye_to(self, rank: int) -> None:
+        """Bring a `Goodbye` to the target's inbox, after everything sent there before."""
 
     @abstractmethod
     def _acknowledge(self, envelope: Envelope) -> None:
@@ -192,7 +217,7 @@ class InProcessWire(MailboxWire[Envelope]):
             handle.finish(lost)
             return handle
         self._sent += view.nbytes + HEADER_BYTES
-        envelope = Envelope(self.rank, to, tag, dtype, view, handle, self._check)
+        envelope = Envelope(self, to, tag, dtype, view, handle, self._check)
         self._sending[id(envelope)] = envelope
         self._transmit(envelope)
         return handle
@@ -221,7 +246,7 @@ class InProcessWire(MailboxWire[Envelope]):
         if to in self.lost or to in self._left:
             return
         self._sent += len(body) + HEADER_BYTES
-        self._transmit_post(to, Posted(self.rank, topic, bytes(body)))
+        self._transmit_post(to, Posted(self.life, topic, bytes(body)))
 
     def serve(self, channel: int, on_message: OnMessage, credit_bytes: int) -> None:
         self._enter()
@@ -237,7 +262,34 @@ class InProcessWire(MailboxWire[Envelope]):
 
     @property
     def peers(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank != self.rank]
+        return sorted(self._members - {self.rank})
+
+    @property
+    def life(self) -> Life:
+        return Life(self.rank, self._born)
+
+    @property
+    def peer(self) -> Peer:
+        """This rank as others know it: what they admit."""
+        return Peer(self.rank, self.rank, "here", "", 0, generation=self._born)
+
+    def members(self) -> list[Life]:
+        """The lives that are in this rank's view: what a newcomer to the same world has to know."""
+        return [Life(rank, self._lives[rank]) for rank in sorted(self._members)]
+
+    def _begin_admission(self, peer: Peer) -> None:
+        self._inbox.extendleft(reversed(self._early.pop(Life(peer.rank, peer.generation), [])))
+
+    def _joined(self, rank: int) -> None:
+        self._members.add(rank)
+        super()._joined(rank)
+
+    def _part_from(self, rank: int) -> None:
+        self._left.add(rank)
+        self._say_goodbye_to(rank)
+
+    def _forget(self, rank: int) -> None:
+        self._members.discard(rank)
 
     def cancel(self, channel: int, sequence: int) -> None:
         super().cancel(channel, sequence)
@@ -256,10 +308,10 @@ class InProcessWire(MailboxWire[Envelope]):
             raise WireError(f"rank {self.rank}'s wire is closed: nothing can be sent or received on it any more. Close it last.")
 
     def _check_peer(self, verb: str, peer: int) -> None:
-        if not 0 <= peer < self.world_size:
+        if peer not in self._lives:
             raise ConfigurationError(
-                f"{verb} between rank {self.rank} and rank {peer}: this world has ranks 0 to {self.world_size - 1}. "
-                f"Give one of those."
+                f"{verb} between rank {self.rank} and rank {peer}: the ranks that this world knows are {sorted(self._lives)}. "
+                f"Give one of those, or admit it first."
             )
 
     def _loss_of(self, peer: int) -> PeerLost | None:
@@ -283,19 +335,29 @@ class InProcessWire(MailboxWire[Envelope]):
         self._untold.append(error)  # for `progress` to tell: a peer may be found lost inside `send` or `recv`
 
     def _handle(self, item: Item) -> None:
+        if not isinstance(item, Sent):
+            rank, generation = item.origin
+            admitted = self._lives.get(rank, -1)
+            if generation > admitted:
+                self._early.setdefault(item.origin, []).append(item)
+            if generation != admitted:
+                return  # else: of a former life
         match item:
             case Arrival(envelope):
                 self._deliver(envelope.key, envelope)
             case Sent(envelope):
                 self._finish_send(envelope)
-            case Posted(source, topic, body):
-                self._hear(source, topic, body)
-            case Gone(lost):
-                self._lose(lost.rank, lost.reason)
-            case Goodbye(source):
-                self._left.add(source)
-                if self._waits_for(source):
-                    self._lose(source, LEFT)
+            case Posted(origin, topic, body):
+                self._hear(origin.rank, topic, body)
+            case Here(origin):
+                if origin.rank in self._admitted:
+                    self._joined(origin.rank)
+            case Gone(origin, reason):
+                self._lose(origin.rank, reason)
+            case Goodbye(origin):
+                self._left.add(origin.rank)
+                if self._waits_for(origin.rank):
+                    self._lose(origin.rank, LEFT)
 
     def _park(self, key: Key, message: Envelope) -> None:
         if not self._may_keep_parked(message):

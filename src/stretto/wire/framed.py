@@ -13,7 +13,7 @@ import struct
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -26,6 +26,7 @@ from stretto.wire.awaited import Awaited
 from stretto.wire.base import Handle, Tag
 from stretto.wire.door import MAX_STRANGERS, Door
 from stretto.wire.frames import FrameKind, Header
+from stretto.wire.handshake import Life
 from stretto.wire.mailbox import MailboxWire, PostedReceive
 from stretto.wire.shared_memory import Allowance, Answer, Inbox, Offer, Outbox, folder
 
@@ -63,6 +64,7 @@ class Connection:
 
     def __init__(self, peer: Peer, mine: Peer, *, shared_memory: bool) -> None:
         self.rank = peer.rank
+        self.generation = peer.generation
         self.address = peer.address
         self.pid = peer.pid
         self.near = mine.sees(peer)  # on this host, and its pid means the same process to both
@@ -85,6 +87,8 @@ class Connection:
 class FramedWire(MailboxWire[ArrivedFrame]):
     """See the module's text."""
 
+    _connections: Mapping[int, Connection]  # the transport's, by rank
+
     def __init__(
         self,
         rank: int,
@@ -96,15 +100,18 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         timeouts: Timeouts | None,
         generation: int,
         shared_memory: bool,
+        accept_later: bool,
     ) -> None:
-        super().__init__(rank, world_size)
+        super().__init__(rank, world_size, generation)
         self.timeouts = timeouts or Timeouts()
-        self._door = Door(rank, bind, port, generation=generation, limit=MAX_STRANGERS + world_size)
+        self._door = Door(Life(rank, generation), bind, port, limit=MAX_STRANGERS + world_size, notify=self.wake)
         self.address = self._door.address
         self._secret = secret
         self._allowance = Allowance()  # measured before any worker of this job has taken some
         self._awaited = Awaited(rank, self.timeouts.connect_s)
-        self._generation = generation
+        self._accept_later = accept_later
+        self._mine: Peer | None = None
+        self._admit_until: dict[int, float] = {}  # rank that was admitted -> when it must be here
         self._shared_memory = shared_memory
         self._warned = False
         self._waiting_for_farewell: set[int] = set()
@@ -121,13 +128,11 @@ class FramedWire(MailboxWire[ArrivedFrame]):
 
     @abstractmethod
     def connect(self, peers: Sequence[Peer], nonce: bytes) -> None:
-        """Connect to every peer and exchange greetings; returns when all have answered, and the port is closed then.
+        """Connect to every peer and exchange greetings; returns when all have answered. The port is closed then, unless others
+        may come later (`accept_later`). A worker that joins a running job calls it too, and waits until all have admitted it.
 
         `nonce` is the same for all workers of one job, and of no other: with the secret it gives the job's keys.
         """
-
-    @abstractmethod
-    def _connection(self, rank: int) -> Connection: ...
 
     @abstractmethod
     def _send_frame(self, to: int, frame: bytes) -> None:
@@ -145,6 +150,10 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     def _drop(self, rank: int) -> None:
         """Close what belongs to one peer."""
 
+    @property
+    def peers(self) -> list[int]:
+        return [rank for rank in self._connections if rank not in self._admitted]
+
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
@@ -160,7 +169,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
             raise ConfigurationError(
                 f"a message of {num_bytes} bytes: one message carries at most {frames.MAX_PAYLOAD_BYTES}. Send it in pieces."
             )
-        connection = self._connection(to)
+        connection = self._connections[to]
         if num_bytes >= SHARED_FROM_BYTES:
             if connection.outbox_open and connection.outbox is not None and num_bytes <= connection.outbox.num_bytes:
                 connection.waiting.append((handle, data, dtype))
@@ -175,7 +184,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     def _head(self, kind: FrameKind, tag: Tag, dtype: int, num_bytes: int, number: int = 0, slot: int = 0) -> bytes:
         channel, sequence, index, digest = tag
         return frames.encode(
-            Header(kind, self._generation, self.rank, channel, sequence, index, digest, dtype, slot, number, num_bytes)
+            Header(kind, self._born, self.rank, channel, sequence, index, digest, dtype, slot, number, num_bytes)
         )
 
     def post(self, to: int, topic: int, body: bytes) -> None:
@@ -194,7 +203,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     def cancel(self, channel: int, sequence: int) -> None:
         super().cancel(channel, sequence)
         for rank in self.peers:
-            connection = self._connection(rank)
+            connection = self._connections[rank]
             kept = (item for item in connection.waiting if item[0].tag[:2] != (channel, sequence))
             connection.waiting = deque(kept)
 
@@ -209,8 +218,8 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         header = frames.decode(head)
         if header.source != source:
             raise ValueError(f"it calls itself rank {header.source}")
-        if header.generation != self._generation:
-            raise ValueError(f"generation {header.generation}, this job is in {self._generation}")
+        if header.generation != (admitted := self._connections[source].generation):
+            raise ValueError(f"it says that it joined in generation {header.generation}, and was admitted in {admitted}")
         return header
 
     def _dispatch(self, source: int, header: Header, payload: memoryview) -> None:
@@ -223,7 +232,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         elif kind == FrameKind.POST:
             self._hear(source, header.channel, bytes(payload))
         elif kind == FrameKind.ACK:
-            connection = self._connection(source)
+            connection = self._connections[source]
             for (number,) in struct.iter_unpack("<I", payload):
                 self._acknowledged(connection, number)
             self._fill_slots(connection)
@@ -258,7 +267,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
             handle.finish()
 
     def _deliver_shared(self, source: int, header: Header) -> None:
-        connection = self._connection(source)
+        connection = self._connections[source]
         try:
             if connection.inbox is None:
                 raise ValueError("shared memory before it was agreed on")
@@ -278,7 +287,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     def _flush_acks(self) -> None:
         while self._unacked:
             rank = self._unacked.pop()
-            connection = self._connection(rank)
+            connection = self._connections[rank]
             if rank not in self.lost:
                 body = struct.pack(f"<{len(connection.acks)}I", *connection.acks)
                 self._control(rank, FrameKind.ACK, body)
@@ -290,7 +299,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
             connection.outbox.release(slot)
 
     def _on_hello(self, source: int, body: bytes) -> None:
-        connection = self._connection(source)
+        connection = self._connections[source]
         if connection.greeted:
             return  # twice: nothing new
         connection.greeted = True
@@ -317,7 +326,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
 
     def _on_offer(self, source: int, body: bytes) -> None:
         problem = None
-        connection = self._connection(source)
+        connection = self._connections[source]
         try:
             if not self._shared_memory:
                 raise ValueError("switched off on this side")
@@ -329,7 +338,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         self.post(source, TOPIC_ANSWER, msgspec.msgpack.encode(Answer(problem)))
 
     def _on_answer(self, source: int, body: bytes) -> None:
-        connection = self._connection(source)
+        connection = self._connections[source]
         outbox = connection.outbox
         if outbox is None or connection.outbox_open:
             return
@@ -356,6 +365,38 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         for rank in self.peers:
             self._serving.greet(rank)
 
+    def _meet_everybody(self, peers: Sequence[Peer]) -> Peer:
+        """Note who is in the job; returns this worker's own entry."""
+        mine = self._mine = next(peer for peer in peers if peer.rank == self.rank)
+        self._lives = {peer.rank: peer.generation for peer in peers}
+        self._divide_shared_memory(peers, mine)
+        return mine
+
+    def admit(self, peer: Peer) -> None:
+        if not self._accept_later:
+            raise ConfigurationError(
+                f"admit(rank {peer.rank}) on rank {self.rank}: this wire closed its port when the job had formed, so nobody can "
+                f"connect any more.\nMake it with accept_later=True."
+            )
+        self._admit_until[peer.rank] = self.now() + self.timeouts.connect_s
+        super().admit(peer)
+
+    def _look_for_absentees(self) -> None:
+        for rank, until in list(self._admit_until.items()):
+            if rank not in self._admitted:
+                del self._admit_until[rank]
+            elif self.now() > until:
+                del self._admit_until[rank]
+                self._give_up_on(rank, f"it was admitted, and did not connect within {self.timeouts.connect_s:g} s")
+
+    def _part_from(self, rank: int) -> None:
+        self._control(rank, FrameKind.GOODBYE)
+        self._left.add(rank)  # so that our last word gets out
+
+    def _forget(self, rank: int) -> None:
+        self._unacked.discard(rank)
+        self._waiting_for_farewell.discard(rank)
+
     def _divide_shared_memory(self, peers: Sequence[Peer], mine: Peer) -> None:
         self._allowance.divide(sum(peer.host == mine.host for peer in peers))
         apart = [peer.rank for peer in peers if peer.host == mine.host and not mine.sees(peer)]
@@ -374,7 +415,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
                 raise error
 
     def _stop_sending(self, rank: int) -> list[Handle]:
-        connection = self._connection(rank)
+        connection = self._connections[rank]
         handles = self._orphans(rank) + [handle for handle, _, _ in connection.waiting]
         connection.waiting.clear()
         self._drop(rank)

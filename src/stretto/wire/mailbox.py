@@ -16,7 +16,18 @@ from collections.abc import Callable
 from typing import Final, Generic, Protocol, TypeVar
 
 from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
-from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, OnMessage, Tag, Wire
+from stretto.launching.membership import Peer
+from stretto.wire.base import (
+    Consume,
+    DigestMismatch,
+    Handle,
+    Listener,
+    LostListener,
+    OnMessage,
+    Tag,
+    ViewListener,
+    Wire,
+)  # fmt: skip
 from stretto.wire.frames import DTYPE_NAMES
 from stretto.wire.serving import TOPIC_CREDIT, TOPIC_HEAD, Serving
 
@@ -70,9 +81,13 @@ M = TypeVar("M", bound=Described)
 class MailboxWire(Wire, Generic[M]):
     """See the module's text. `M` describes a message, and leads to its bytes."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, generation: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.generation = generation
+        self._born = generation  # in every frame: which life of this rank it comes from
+        self._lives: dict[int, int] = {}  # rank -> generation in which its last life here joined
+        self._admitted: dict[int, Peer] = {}  # who may join, and is not here yet
         self.lost: dict[int, PeerLost] = {}
         self._closed = False
         self._sent = 0
@@ -84,6 +99,7 @@ class MailboxWire(Wire, Generic[M]):
         self._unheard: dict[int, list[tuple[int, bytes]]] = {}
         self._unheard_bytes: Counter[int] = Counter()  # source -> bytes
         self._lost_listeners: list[LostListener] = []
+        self._view_listeners: list[ViewListener] = []
         self._left: set[int] = set()
         self._serving = Serving(self)
         self.listen(TOPIC_CREDIT, self._serving.on_credit)
@@ -105,6 +121,18 @@ class MailboxWire(Wire, Generic[M]):
     @abstractmethod
     def _stop_sending(self, rank: int) -> list[Handle]:
         """Close what belongs to a peer that is lost; returns the handles of what was on its way to it."""
+
+    @abstractmethod
+    def _begin_admission(self, peer: Peer) -> None:
+        """Take the newcomer in if it is here, or else when it comes: `_joined`."""
+
+    @abstractmethod
+    def _part_from(self, rank: int) -> None:
+        """Say goodbye to a member that is retired."""
+
+    @abstractmethod
+    def _forget(self, rank: int) -> None:
+        """Nothing is to be kept of a member that is out of the view."""
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -172,6 +200,65 @@ class MailboxWire(Wire, Generic[M]):
     def on_lost(self, listener: LostListener) -> None:
         self._lost_listeners.append(listener)
 
+    def on_view(self, listener: ViewListener) -> None:
+        self._view_listeners.append(listener)
+
+    def admit(self, peer: Peer) -> None:
+        rank, former = peer.rank, self._lives.get(peer.rank)
+        if rank == self.rank or (former is not None and peer.generation <= former):
+            raise ConfigurationError(
+                f"admit(rank {rank}, generation {peer.generation}) on rank {self.rank}: "
+                + ("a worker does not admit itself." if rank == self.rank else f"a life of generation {former} is known.")
+                + "\nA rank that comes back is another peer: give it a later generation, on every member the same."
+            )
+        if rank in self._admitted:
+            self._forget(rank)
+        elif rank in self.peers:
+            self._lose(rank, f"another worker took its place in generation {peer.generation}")
+            self._forget(rank)
+        self._forget_former_life(rank)
+        self._lives[rank] = peer.generation
+        self.lost[rank] = PeerLost(rank, "it has been admitted, and is not here yet")
+        self._admitted[rank] = peer
+        self._begin_admission(peer)
+
+    def _forget_former_life(self, rank: int) -> None:
+        for key in [key for key in self._parked if key[0] == rank]:
+            del self._parked[key]
+        del self._parked_bytes[rank]
+        self._forget_unheard(rank)
+        self._left.discard(rank)
+
+    def _joined(self, rank: int) -> None:
+        peer = self._admitted.pop(rank)
+        del self.lost[rank]
+        self.generation = max(self.generation, peer.generation)
+        self._serving.greet(rank)
+        for listener in list(self._view_listeners):
+            listener([rank], [], self.generation)
+
+    def _give_up_on(self, rank: int, why: str) -> None:
+        """Somebody who was admitted has not come."""
+        del self._admitted[rank], self.lost[rank]
+        self._forget(rank)
+        self.lost[rank] = PeerLost(rank, why)
+        self._tell_lost(self.lost[rank])
+
+    def retire(self, rank: int, generation: int) -> None:
+        if rank not in self.peers and rank not in self._admitted:
+            raise ConfigurationError(
+                f"retire({rank}, {generation}) on rank {self.rank}: it is not a member; they are "
+                f"{sorted([self.rank, *self.peers])}.\nRetire one of the others, once; to leave oneself there is close()."
+            )
+        self._admitted.pop(rank, None)
+        self.generation = max(self.generation, generation)
+        if rank not in self.lost:
+            self._part_from(rank)
+            self._lose(rank, f"it was retired in generation {generation}")
+        self._forget(rank)
+        for listener in list(self._view_listeners):
+            listener([], [rank], self.generation)
+
     # -- what arrives -------------------------------------------------------------------------------------------------
 
     def _deliver(self, key: Key, message: M) -> None:
@@ -221,9 +308,9 @@ class MailboxWire(Wire, Generic[M]):
             self._forget_unheard(source)
 
     def _forget_unheard(self, source: int) -> None:
+        del self._unheard_bytes[source]
         for topic, unheard in self._unheard.items():
             self._unheard[topic] = [each for each in unheard if each[0] != source]
-        del self._unheard_bytes[source]
 
     def _tell(self, listener: Listener, source: int, body: bytes) -> None:
         try:

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from stretto.errors import ConfigurationError, JobError, PeerLost
+from stretto.launching.membership import Peer
 from stretto.timeouts import Timeouts
-from stretto.wire.base import Consume, Handle, Listener, LostListener, OnMessage, Tag, Wire
+from stretto.wire.base import Consume, Handle, Listener, LostListener, OnMessage, Tag, ViewListener, Wire
 from stretto.wire.torch_native import NativeCollectives
 from stretto.wire.torch_works import Group, GroupWorks
 
@@ -137,6 +138,25 @@ class TorchGroupWire(Wire):
     @property
     def peers(self) -> list[int]:
         return self.inner.peers
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]  # read-only here: the view never changes
+        return self.inner.generation
+
+    def admit(self, peer: Peer) -> None:
+        raise self._is_fixed(f"admit(rank {peer.rank})")
+
+    def retire(self, rank: int, generation: int) -> None:
+        raise self._is_fixed(f"retire({rank})")
+
+    def _is_fixed(self, asked: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{asked} on rank {self.rank}: a {self.backend} group is made once, of all its ranks, so members cannot come or go.\n"
+            f'Use a wire of stretto\'s own (wire="tcp" or "zeromq"), or start the job again.'
+        )
+
+    def on_view(self, listener: ViewListener) -> None:
+        self.inner.on_view(listener)
 
     def on_lost(self, listener: LostListener) -> None:
         self.inner.on_lost(listener)
