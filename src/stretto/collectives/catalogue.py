@@ -4,8 +4,8 @@ An entry says what its plan leaves behind (`kind`), how to make it, and three fa
 
     symmetric          every rank has the same load in every step, so the cost of one rank is the cost of all
     least_volume       for every P no rank sends or receives more than some rank must under any algorithm: 2m(P-1)/P for
-                       an all-reduce, m(P-1)/P for reduce-scatter, all-gather and all-to-all, m for a broadcast or
-                       reduction
+                       an all-reduce, m(P-1)/P for reduce-scatter, all-gather, gather, scatter and all-to-all, m for a
+                       broadcast or reduction
     segments           worth cutting into segments that follow each other (chains and trees; `plan/costs.py`)
 """
 
@@ -28,6 +28,7 @@ from stretto.collectives.butterfly import butterfly
 from stretto.collectives.chain import chain
 from stretto.collectives.direct import direct
 from stretto.collectives.double_binary_tree import double_binary_tree
+from stretto.collectives.gather import gather
 from stretto.collectives.halving_doubling import halving_doubling
 from stretto.collectives.hierarchical import hierarchical
 from stretto.collectives.master_worker import master_worker
@@ -37,6 +38,7 @@ from stretto.collectives.reduce_scatter import reduce_scatter
 from stretto.collectives.reduce_scatter_direct import reduce_scatter_direct
 from stretto.collectives.ring import ring
 from stretto.collectives.round_robin import round_robin
+from stretto.collectives.scatter import scatter
 from stretto.collectives.torus import torus
 from stretto.collectives.transpose import transpose
 from stretto.errors import ConfigurationError
@@ -64,7 +66,7 @@ class Entry:
         if root != 0:
             raise ConfigurationError(
                 f"{self.kind.value} {self.name!r} with root={root}: all ranks are alike, a root would have no meaning. "
-                f"Leave root out, or ask for a {Kind.BROADCAST.value} or a {Kind.REDUCE.value}."
+                f"Leave root out, or ask for a broadcast, reduce, gather or scatter."
             )
         if self.with_group is not None:
             return self.with_group(group)
@@ -229,6 +231,8 @@ _ENTRIES = (
         aliases=("reduce", "binomial_tree", "tree"),
         segments=True,
     ),
+    Entry(Kind.GATHER, "direct", "each chunk goes straight to the root", with_root=gather, least_volume=True),
+    Entry(Kind.SCATTER, "direct", "each chunk goes straight to its owner", with_root=scatter, least_volume=True),
     Entry(
         Kind.ALL_TO_ALL,
         "transpose",
@@ -276,7 +280,7 @@ def find(kind: Kind, algorithm: str) -> Entry:
 def plan(kind: Kind, algorithm: str, rank: int, size: int, *, root: int = 0, group: int = 1) -> Plan:
     """One rank's plan. Pure, and remembered: asking again costs a look-up.
 
-    `root` is for broadcast and reduce. `group` is a fact about the job, the number of consecutive ranks per host;
+    `root` is for broadcast, reduce, gather and scatter. `group` is a fact about the job, the number of consecutive ranks per host;
     `hierarchical` is the one plan that depends on it.
     """
     if size < 1 or not 0 <= rank < size:

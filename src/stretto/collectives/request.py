@@ -32,6 +32,8 @@ class Request:
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
     label: str = ""  # what the caller means by it; must be the same on all ranks, like the rest
     hop: Hop | None = None  # how messages are encoded; None: as they are
+    members: tuple[int, ...] | None = None  # the job ranks that take part, by place in the plan; None: all of the job
+    among: str = ""  # the members in words, where they are not all of the job
 
     def __post_init__(self) -> None:
         """Refuse what cannot work in the caller's thread, before anything is sent."""
@@ -73,7 +75,8 @@ class Request:
             what += f", root={plan.root}"
         if self.hop is not None:
             what += f", hop={self.hop!r}"
-        return f"{what}, algorithm={plan.algorithm}, world_size={plan.size}){self.label}"
+        among = self.among or f"world_size={plan.size}"
+        return f"{what}, algorithm={plan.algorithm}, {among}){self.label}"
 
 
 class Outside:
@@ -81,6 +84,7 @@ class Outside:
     ask; `error` is set when it cannot come about, for whoever waits."""
 
     needs_everybody = True
+    members = None  # all of the job
 
     def __init__(self, name: Name, belief: str) -> None:
         self.name = name
@@ -118,6 +122,10 @@ class Pending:
     @property
     def belief(self) -> str:
         return self.request.belief
+
+    @property
+    def members(self) -> tuple[int, ...] | None:
+        return self.request.members
 
     @property
     def needs_everybody(self) -> bool:
