@@ -280,8 +280,8 @@ def find(kind: Kind, algorithm: str) -> Entry:
 def plan(kind: Kind, algorithm: str, rank: int, size: int, *, root: int = 0, group: int = 1) -> Plan:
     """One rank's plan. Pure, and remembered: asking again costs a look-up.
 
-    `root` is for broadcast, reduce, gather and scatter. `group` is a fact about the job, the number of consecutive ranks per host;
-    `hierarchical` is the one plan that depends on it.
+    `root` is for broadcast, reduce, gather and scatter. `group` is a fact about the members, the number of consecutive ones per
+    host; `hierarchical` is the one plan that depends on it.
     """
     if size < 1 or not 0 <= rank < size:
         raise ConfigurationError(
