@@ -116,7 +116,7 @@ def test_mapped_memory_is_chosen_and_the_log_says_so(caplog: pytest.LogCaptureFi
 def test_where_one_cannot_make_the_memory_all_use_the_wire(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fired = []
+    fired: list[int] = []
 
     def refuse_once(num_bytes: int) -> OwnMapping:
         if not fired:
