@@ -52,9 +52,9 @@ def test_every_share_is_the_sum_and_what_is_made_of_it_reaches_everybody(kind: C
                 flat = values(area, job.rank, turn)
                 total = sum((values(area, rank, turn) for rank in range(size)), torch.zeros((), dtype=area.dtype))
                 start, stop = area.share(group.rank, size)
-                drive(fabric.sum(number, flat, len(AREAS) * turn + number, ""))
-                assert torch.equal(flat[start:stop], total[start:stop])
-                flat[start:stop] *= 2
+                drive(fabric.sum(number, flat, 0.5, len(AREAS) * turn + number, ""))
+                assert torch.equal(2 * flat[start:stop], total[start:stop])
+                flat[start:stop] *= 4
                 drive(fabric.share(number, flat, len(AREAS) * turn + number, ""))
                 assert torch.equal(flat, 2 * total)
 
@@ -77,7 +77,7 @@ def test_a_member_that_dies_between_the_two_halves_is_a_lost_peer(kind: Callable
         fabric = kind(job.world)
         fabric.prepare([area])
         flat = torch.ones(area.num_elements)
-        drive(fabric.sum(0, flat, 0, ""))
+        drive(fabric.sum(0, flat, 1.0, 0, ""))
         if job.rank == 2:
             assert job.wire is not None
             job.wire.abandon()
@@ -94,7 +94,7 @@ def test_members_that_are_not_in_the_same_use_are_told() -> None:
         fabric = MappedFabric(job.world)
         fabric.prepare(AREAS)
         with pytest.raises(RankMismatch, match="for bucket 1"):
-            drive(fabric.sum(0, values(AREAS[0], 0, 0), 0, f" for bucket {job.rank}"))
+            drive(fabric.sum(0, values(AREAS[0], 0, 0), 1.0, 0, f" for bucket {job.rank}"))
 
     run_jobs(2, program)
 

@@ -1,7 +1,7 @@
 """The contract of a fabric: a sum over the workers of one host, cut into shares, with something done to each share in between.
 
-    sum      afterwards `flat[start:stop]` of member i's share holds the sum over all members;
-             what the rest of `flat` holds is undefined
+    sum      afterwards `flat[start:stop]` of member i's share holds `scale` times the sum over all members (scaled before it is
+             added up: a sum of many half-precision numbers may be too large for one); what the rest of `flat` holds is undefined
     share    afterwards `flat` holds every member's share, on all members the same bits, for each is made by one of them
 
 Between the two a member does with its share what it likes: in a hierarchy it combines it with other hosts. Both are generators
@@ -56,8 +56,8 @@ class Fabric(ABC):
         """These are the vectors from now on. All members call it together, while none of them is under way."""
 
     @abstractmethod
-    def sum(self, area: int, flat: Tensor, number: int, label: str) -> Steps:
-        """Begin a use of the area: sum up `flat` over all members, each member its share."""
+    def sum(self, area: int, flat: Tensor, scale: float, number: int, label: str) -> Steps:
+        """Begin a use of the area: sum up `scale * flat` over all members, each member its share."""
 
     @abstractmethod
     def share(self, area: int, flat: Tensor, number: int, label: str) -> Steps:

@@ -1,6 +1,6 @@
 """A fabric of mapped memory: what a worker has put into its own memory, the others of its host read where it lies.
 
-    sum      copy `flat` to my memory | meet | add up my share, reading it in everybody's memory
+    sum      copy `flat`, scaled, to my memory | meet | add up my share, reading it in everybody's memory
     share    copy my share to my memory | meet | copy the others' shares from theirs
 
 Cost per worker and use, g workers, m bytes: 2 m copied or added by the sum, m by the sharing, and two meetings (a barrier of the
@@ -58,9 +58,8 @@ class MappedFabric(Fabric):
         self._given = [given for given, _ in cut]
         self._made = [made for _, made in cut]
 
-    def sum(self, area: int, flat: Tensor, number: int, label: str) -> Steps:
-        mine = self._given[self._group.rank][area]
-        mine.copy_(flat)
+    def sum(self, area: int, flat: Tensor, scale: float, number: int, label: str) -> Steps:
+        _put(flat, scale, self._given[self._group.rank][area])
         yield self._meet(2 * number, label)
         start, stop = self._share(area, self._group.rank)
         parts = [given[area][start:stop] for given in self._given]
@@ -85,6 +84,13 @@ class MappedFabric(Fabric):
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         name = (self._channel, sequence & 0xFFFFFFFF)
         return self._group.start(Kind.BARRIER, nothing, "dissemination", name=name, label=f"{label}, in {self.name}")
+
+
+def _put(flat: Tensor, scale: float, memory: Tensor) -> None:
+    if flat.is_cpu:
+        torch.mul(flat, scale, out=memory)
+    else:
+        memory.copy_(flat).mul_(scale)
 
 
 def _add_up(parts: Sequence[Tensor], out: Tensor) -> Tensor:
