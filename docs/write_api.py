@@ -48,11 +48,7 @@ GROUPS = (
         "[Training](training.md), [other libraries](libraries.md), [large batches](large_batches.md).",
         ("stretto.distributing", "stretto.sync_batch_norm", "stretto.optim"),
     ),
-    Group(
-        "Collectives",
-        "[The algorithms](collectives.md).",
-        names=("all_reduce", "broadcast", "all_gather", "gather_object", "barrier"),
-    ),
+    Group("Collectives", "[Groups, and the algorithms](collectives.md).", ("stretto.collective_api", "stretto.collectives")),
     Group("Data", "[Checkpoints and data](checkpoints.md).", ("stretto.sampler",)),
     Group("Checkpoints", "[Checkpoints and data](checkpoints.md).", ("stretto.checkpoint",)),
     Group(
