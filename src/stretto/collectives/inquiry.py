@@ -208,7 +208,7 @@ class Inquiry:
         return bool(ours) and all(self._blocks(wait) is run.pending for wait in ours)
 
     def _mismatch(self, run: CollectiveRun) -> RankMismatch:
-        lines = [f"  {ranks}: {what}" for ranks, what in self._who_does_what(run, run.members)]
+        lines = [f"  {ranks}: {what}" for ranks, what in self._who_does_what(run, sorted(run.members))]
         return RankMismatch(
             "ranks are in different collectives and wait for each other, so none of these can ever end:\n"
             + "\n".join(lines)
