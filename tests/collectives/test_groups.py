@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
@@ -22,11 +23,15 @@ from stretto.collectives.request import Pending, Request
 from stretto.collectives.started import Started
 from stretto.errors import ConfigurationError, PeerLost, RankMismatch, StrettoError, WireTimeout
 from stretto.job import Job
-from stretto.testing import run_jobs, run_virtual
-from stretto.testing.faults import Kill
+from stretto.launching.detect import Launch
+from stretto.launching.membership import Peer
+from stretto.testing import run_jobs, run_threads, run_virtual
+from stretto.testing.faults import Cut, Kill
 from stretto.testing.network_model import Link, NetworkModel
 from stretto.testing.virtual import VirtualWire
 from stretto.timeouts import Timeouts
+from stretto.wire.framed import FramedWire
+from wire.socket_world import Make, connect_all, peer_of, tcp, wires_of, zeromq
 
 MODEL = NetworkModel(Link(latency_s=1e-4, bytes_per_s=1e8))
 DETECTED_S = 1.0  # long after a kill was noticed
@@ -49,9 +54,13 @@ def world_of(wire: VirtualWire, timeouts: Timeouts = PATIENT) -> Group:
     return Group(endpoint, tuple(range(wire.world_size)))
 
 
-def pass_time(world: Group, until_s: float) -> None:
+def communicator_of(world: Group) -> Communicator:
     assert isinstance(world.endpoint.communication, CallerDriven)
-    communicator = world.endpoint.communication.communicator
+    return world.endpoint.communication.communicator
+
+
+def pass_time(world: Group, until_s: float) -> None:
+    communicator = communicator_of(world)
     while communicator.wire.now() < until_s:
         communicator.step(0.05)
 
@@ -246,6 +255,24 @@ def test_the_death_of_an_outsider_neither_fails_nor_delays_what_is_under_way() -
     assert disturbed[3][0] == 2
 
 
+def test_members_that_still_see_everybody_are_told_of_a_loss_and_outsiders_are_not() -> None:
+    """The link between 0 and 1 is cut. Rank 2, in one group with both, has lost nobody; neither has rank 3."""
+
+    def program(wire: VirtualWire) -> tuple[int, bool]:
+        world = world_of(wire)
+        group = world.sub([0, 1, 2]) if wire.rank < 3 else None
+        lost = -1
+        if group is not None:
+            with pytest.raises(PeerLost) as caught:
+                group.run(Kind.ALL_REDUCE, integers(wire.rank, 1_000_000), "ring")
+            lost = caught.value.rank
+        pass_time(world, MODEL.silence_s + 1.0)
+        return lost, bool(communicator_of(world).failures._doomed)
+
+    results = run_virtual(4, program, model=MODEL, faults=[Cut((0,), at_s=0.01, others=(1,))])
+    assert [results[0][0], results[1][0], results[3]] == [1, 0, (-1, False)] and results[2][0] in (0, 1)
+
+
 def test_two_groups_at_once_are_as_fast_as_one_alone() -> None:
     def program(wire: VirtualWire) -> float:
         group = world_of(wire).sub([0, 1] if wire.rank < 2 else [2, 3])
@@ -255,6 +282,41 @@ def test_two_groups_at_once_are_as_fast_as_one_alone() -> None:
 
     alone = run_virtual(2, program, model=MODEL)
     assert run_virtual(4, program, model=MODEL) == pytest.approx(2 * alone, rel=0.01)
+
+
+@pytest.mark.parametrize("make", [tcp, zeromq])
+def test_groups_on_sockets_work_on_when_a_worker_outside_of_them_has_gone(make: Callable[[], Make]) -> None:
+    """With communication threads, and the channels of groups on a real wire. Rank 2 goes without a goodbye."""
+    noticed = threading.Barrier(3)
+
+    def program(wire: FramedWire) -> list[Any]:
+        launch = Launch(
+            rank=wire.rank, world_size=4, local_rank=wire.rank, local_world_size=4, rendezvous=None, secret=None, encrypt=False,
+            launcher="stretto",
+        )  # fmt: skip
+        job = Job(launch, [Peer(rank, rank, "here", "127.0.0.1:1", 1) for rank in range(4)], wire, PATIENT)
+        pair, three = job.world.sub([1, 0] if wire.rank < 2 else [3, 2]), job.world.sub([0, 3, 2]) if wire.rank != 1 else None
+        if wire.rank == 2:
+            job.close(goodbye=False)
+            return []
+        errors: list[Any] = []
+        for group in [pair, three] if wire.rank == 3 else [three] if wire.rank == 0 else []:
+            assert group is not None
+            with pytest.raises(PeerLost) as caught:
+                calls.start_barrier(group).wait()
+            errors.append(caught.value.rank)
+        noticed.wait(30)
+        if wire.rank < 2:
+            pair.run(Kind.ALL_REDUCE, mine := integers(wire.rank, 200_000), "ring")
+            assert torch.equal(mine, stacked((0, 1), 200_000).sum(0))
+            errors.append(calls.gather_object(pair, wire.rank))
+        noticed.wait(30)
+        job.close(goodbye=True)
+        return errors
+
+    with wires_of(4, make()) as wires:
+        connect_all(wires, [peer_of(wire) for wire in wires])
+        assert run_threads(4, program, wires=wires) == [[2, [1, 0]], [[1, 0]], [], [2, 2]]
 
 
 # Members that do not come, or mean something else --------------------------------------------------------------------------
@@ -302,6 +364,7 @@ def test_a_disagreement_in_a_group_names_its_members_alone() -> None:
         group = world.sub([3, 0, 2])
         with pytest.raises(RankMismatch) as caught:
             group.run(Kind.ALL_REDUCE, integers(wire.rank, 11 if wire.rank == 0 else 10), "ring")
+        assert wire.now() < 0.1  # nobody waits for the outsider to say something
         return str(caught.value)
 
     texts = run_virtual(4, program, model=MODEL)
@@ -313,8 +376,12 @@ def test_a_disagreement_in_a_group_names_its_members_alone() -> None:
 def test_ranks_in_streams_of_different_groups_are_told_with_all_members_of_both() -> None:
     """0 waits for 1 in one group, 1 for 0 in another that has 2 as well: 2, which waits in neither of their threads, hears it."""
 
-    def program(wire: VirtualWire) -> str:
+    def program(wire: VirtualWire) -> str | None:
         world = world_of(wire)
+        if wire.rank == 3:
+            pass_time(world, 5.0)
+            assert not communicator_of(world).failures._doomed  # it is in neither, and is told nothing
+            return None
         pair = world.sub([0, 1]) if wire.rank < 2 else None
         three = world.sub([0, 1, 2])
         with pytest.raises(RankMismatch, match="wait for each other") as caught:
@@ -322,7 +389,7 @@ def test_ranks_in_streams_of_different_groups_are_told_with_all_members_of_both(
         pass_time(world, 5.0)
         return str(caught.value)
 
-    texts = run_virtual(3, program, model=MODEL)
+    texts = run_virtual(4, program, model=MODEL)[:3]
     assert all("rank 0: barrier(" in text and ("rank 1: barrier(" in text or "ranks 1, 2: barrier(" in text) for text in texts)
 
 
