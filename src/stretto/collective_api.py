@@ -85,7 +85,7 @@ def all_reduce(
     """Replace `tensor`, in place, by its mean (sum, min, max, product) over all workers; returns it. All end with the same bits.
 
     Every worker must call it with a tensor of the same length and dtype. CPU or CUDA, contiguous or not. If autograd needs the
-    old values for a backward, that raises: give a copy, `tensor.detach().clone()`. Of a number the result is a number.
+    old values for a backward, that raises: give a copy, `tensor.detach().clone()`. A number gives a number.
     """
     among = _group(group)
     if isinstance(tensor, Tensor):
@@ -104,7 +104,7 @@ def broadcast(tensor: Tensor, root: int = 0, group: Among = "world") -> Tensor: 
 @overload
 def broadcast(tensor: Number, root: int = 0, group: Among = "world") -> Number: ...
 def broadcast(tensor: Tensor | Number, root: int = 0, group: Among = "world") -> Tensor | Number:
-    """Replace `tensor`, in place, by the one of rank `root`; returns it. Of numbers, it returns that of rank `root`."""
+    """Replace `tensor`, in place, by the one of rank `root`; returns it. Given numbers, it returns the one of rank `root`."""
     among = _group(group)
     if isinstance(tensor, Tensor):
         return calls.start_broadcast(among, tensor, root).wait()

@@ -4,7 +4,7 @@ Each collective is a schedule (`schedule.py`) with its own tag (channel, sequenc
 collectives, and a late one blocks nothing but itself. A task starts when the tasks it waits for are done; a message that arrives
 is added or copied straight from the wire's memory.
 
-Who is ready. A rank that begins a collective of more than `EAGER_BYTES` tells the ranks it will receive from. Until they have
+Readiness. A rank that begins a collective of more than `EAGER_BYTES` tells the ranks it will receive from. Until they have
 heard it they send no more than `UNASKED_BYTES` to one rank, over all such collectives: enough not to wait for that word where all
 begin at about the same time, and memory stays bounded. Smaller collectives are sent at once, at most `EAGER_AHEAD` of them ahead
 of a receiver; then the sender knocks and waits until the receiver has begun. In a broadcast or reduction some ranks only send,

@@ -43,7 +43,12 @@ class AlgorithmTable(Protocol):
 
 
 class Group:
-    """Some workers of the job, in order. Made by `stretto.group`, `stretto.split` or `sub`; `stretto.world()` has all of them."""
+    """Some workers of the job, in order. Made by `stretto.group`, `stretto.split` or `sub`; `stretto.world()` has all of them.
+
+    `rank` is this worker's place in it, 0 .. `size` - 1; `ranks` are the members' ranks in the job, by place.
+    """
+
+    __public__ = ("sub",)  # what docs/api.md shows; the rest is for engines
 
     def __init__(self, endpoint: Endpoint, ranks: tuple[int, ...], first_channel: int | None = None) -> None:
         """`first_channel`: what a meeting of the members has agreed on; None: these are all workers of the job."""

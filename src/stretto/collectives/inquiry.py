@@ -1,5 +1,5 @@
 """What a rank does about a collective that makes no progress: it asks the other members where they are, and judges if waiting
-helps. Who is no member of the collective is neither asked nor blamed.
+helps. Workers that are no members of the collective are neither asked nor blamed.
 
     after a second of silence     those one waits for are asked what they believe this collective is; if a thread is blocked in
                                   it, everybody is asked where they are, after 1, 2, 4, ... seconds of silence
