@@ -199,9 +199,7 @@ def start_recv(group: Group, tensor: Tensor, source: int) -> Started[Tensor]:
 
 def _check_other(group: Group, rank: int, call: str) -> None:
     if rank == group.rank:
-        raise ConfigurationError(
-            f"{call} on rank {rank}: that is this worker itself. Name another member, or copy the tensor."
-        )
+        raise ConfigurationError(f"{call} on rank {rank}: that is this worker itself. Name another member, or copy the tensor.")
 
 
 # -- objects ------------------------------------------------------------------------------------------------------------

@@ -86,24 +86,29 @@ class Endpoint:
         with self._lock:
             meeting = _meeting(members, self._meetings[members])
             self._meetings[members] += 1
-            first = GROUPS | members[0] << COUNT_BITS | self._group_channels
-            if members[0] == self.rank:
-                self._group_channels += num_channels
-        if members[0] >= MOST_FIRST or self._group_channels >= 1 << COUNT_BITS:
-            raise ConfigurationError(
-                f"a group of {ranks_text(members)}: its first member gives out its channels, and a rank below {MOST_FIRST} has "
-                f"{1 << COUNT_BITS} of them, for all groups that it comes first in (a group of n takes {num_channels} or so).\n"
-                f"Keep groups and use them again, or let another member come first."
-            )
-        agreed = torch.tensor([first if members[0] == self.rank else 0], dtype=torch.int64, device="cpu")
+            first = self._give_out(num_channels) if members[0] == self.rank else 0
+        agreed = torch.tensor([first], dtype=torch.int64, device="cpu")
         plan = catalogue.plan(Kind.ALL_REDUCE, "butterfly", members.index(self.rank), len(members))
-        request = Request(
-            plan, agreed, "max", *meeting, label=" to make a group", members=members, among=members_text(members)
-        )  # fmt: skip
+        text = members_text(members)
+        request = Request(plan, agreed, "max", *meeting, label=" to make a group", members=members, among=text)
         assert self.communication is not None
         self.whereabouts.claim(request.channel)
         self.communication.start(request).wait()
+        if agreed == 0:
+            raise ConfigurationError(
+                f"a {text}: rank {members[0]}, which comes first and so gives out channels, has no {num_channels} left (a rank "
+                f"below {MOST_FIRST} has {1 << COUNT_BITS}, and a group takes two and two more for each member).\n"
+                f"Keep groups and use them again, or let another member come first."
+            )
         return int(agreed)
+
+    def _give_out(self, num_channels: int) -> int:
+        """Channels of this rank's own, for a group that it comes first in; 0 if there are not so many left."""
+        first = self._group_channels
+        if self.rank >= MOST_FIRST or first + num_channels > 1 << COUNT_BITS:
+            return 0
+        self._group_channels += num_channels
+        return GROUPS | self.rank << COUNT_BITS | first
 
 
 def _meeting(members: tuple[int, ...], before: int) -> Name:

@@ -4,7 +4,7 @@ Each collective is a schedule (`schedule.py`) with its own tag (channel, sequenc
 collectives, and a late one blocks nothing but itself. A task starts when the tasks it waits for are done; a message that arrives
 is added or copied straight from the wire's memory.
 
-Who is ready. A rank that begins a collective of more than `EAGER_BYTES` tells the ranks it will receive from. Until they have
+Readiness. A rank that begins a collective of more than `EAGER_BYTES` tells the ranks it will receive from. Until they have
 heard it they send no more than `UNASKED_BYTES` to one rank, over all such collectives: enough not to wait for that word where all
 begin at about the same time, and memory stays bounded. Smaller collectives are sent at once, at most `EAGER_AHEAD` of them ahead
 of a receiver; then the sender knocks and waits until the receiver has begun. In a broadcast or reduction some ranks only send,
@@ -35,8 +35,8 @@ import torch
 
 from stretto.collectives.disagreement import Disagreement
 from stretto.collectives.failures import HISTORY, Failures
-from stretto.collectives.hop import HopAccumulator
 from stretto.collectives.inquiry import ASK_S, Inquiry
+from stretto.collectives.message_codec import EncodedAccumulator
 from stretto.collectives.messages import TOPIC_BEGUN, TOPIC_KNOCK, Begun, Name, ProgressQuery, decode, is_later
 from stretto.collectives.plan import Buffer
 from stretto.collectives.reduction import Accumulator
@@ -190,7 +190,7 @@ class Communicator:
 
     def completed(self, run: CollectiveRun) -> None:
         request, schedule = run.request, run.schedule
-        itemsize = request.tensor.element_size() if request.hop is None else 1
+        itemsize = request.tensor.element_size() if request.message_codec is None else 1
         self.ledger.count(request.plan.kind.value, schedule.sent, schedule.received, itemsize)
         self.end(run, None)
 
@@ -266,8 +266,8 @@ class Communicator:
     def buffers_for(self, request: Request, schedule: Schedule) -> list[Accumulator]:
         scale = 1.0 / request.plan.size if request.op == "mean" and request.plan.size > 1 else None
         flat = request.tensor.view(-1)
-        if request.hop is not None:
-            return [HopAccumulator(flat, request.op, scale, request.hop)]  # no plan that hops may be part of needs WORK
+        if request.message_codec is not None:
+            return [EncodedAccumulator(flat, request.op, scale, request.message_codec)]  # none of its plans needs WORK
         buffers = [Accumulator(flat, request.op, scale)]
         if schedule.needs_work_buffer:
             buffers.append(Accumulator(self._scratch_like(flat), request.op, None))

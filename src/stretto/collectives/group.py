@@ -23,7 +23,7 @@ import torch
 from stretto.collectives import catalogue
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.endpoint import CHOOSING_CHANNEL, PUBLIC_CHANNEL, WORLD_PAIRS, Endpoint, members_text
-from stretto.collectives.hop import Hop
+from stretto.collectives.message_codec import MessageCodec
 from stretto.collectives.messages import Name
 from stretto.collectives.plan import Kind
 from stretto.collectives.reduction import dtype_code
@@ -43,7 +43,12 @@ class AlgorithmTable(Protocol):
 
 
 class Group:
-    """Some workers of the job, in order. Made by `stretto.group`, `stretto.split` or `sub`; `stretto.world()` has all of them."""
+    """Some workers of the job, in order. Made by `stretto.group`, `stretto.split` or `sub`; `stretto.world()` has all of them.
+
+    `rank` is this worker's place in it, 0 .. `size` - 1; `ranks` are the members' ranks in the job, by place.
+    """
+
+    __public__ = ("sub",)  # what docs/api.md shows; the rest is for engines
 
     def __init__(self, endpoint: Endpoint, ranks: tuple[int, ...], first_channel: int | None = None) -> None:
         """`first_channel`: what a meeting of the members has agreed on; None: these are all workers of the job."""
@@ -131,7 +136,7 @@ class Group:
         name: Name | None = None,
         ready: Callable[[], bool] | None = None,
         label: str = "",
-        hop: Hop | None = None,
+        message_codec: MessageCodec | None = None,
     ) -> Pending:
         """Begin a collective on flat host memory; it must not be touched until the result is waited for.
 
@@ -139,14 +144,14 @@ class Group:
         Whoever has a channel of its own says which thread uses it: `whereabouts.claim`.
         `label` is compared between members, and shown when they disagree.
         `ready` says when the memory holds what is to be sent, if it does not yet (a copy from a GPU is under way).
-        `hop` encodes every message of an all-reduce (`stretto.collectives.hop`).
+        `message_codec` encodes every message of an all-reduce (`stretto.collectives.message_codec`).
         """
         plan = catalogue.plan(kind, algorithm, self.rank, self.size, root=root, group=self.workers_per_host)
         communication = self._communication()
         name = name or self.endpoint.next_name(self.channel)
         segment = segment_bytes or self.segment_bytes
         members = None if self.is_world else self.ranks
-        return communication.start(Request(plan, flat, op, *name, segment, label, hop, members, self._among), ready)
+        return communication.start(Request(plan, flat, op, *name, segment, label, message_codec, members, self._among), ready)
 
     def start_pair(self, source: int, to: int, flat: torch.Tensor) -> Pending:
         """Begin to send what `flat` holds from one member to another. Only these two take part, and both call it."""

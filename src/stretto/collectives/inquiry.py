@@ -1,5 +1,5 @@
 """What a rank does about a collective that makes no progress: it asks the other members where they are, and judges if waiting
-helps. Who is no member of the collective is neither asked nor blamed.
+helps. Workers that are no members of the collective are neither asked nor blamed.
 
     after a second of silence     those one waits for are asked what they believe this collective is; if a thread is blocked in
                                   it, everybody is asked where they are, after 1, 2, 4, ... seconds of silence
@@ -208,7 +208,7 @@ class Inquiry:
         return bool(ours) and all(self._blocks(wait) is run.pending for wait in ours)
 
     def _mismatch(self, run: CollectiveRun) -> RankMismatch:
-        lines = [f"  {ranks}: {what}" for ranks, what in self._who_does_what(run, run.members)]
+        lines = [f"  {ranks}: {what}" for ranks, what in self._who_does_what(run, sorted(run.members))]
         return RankMismatch(
             "ranks are in different collectives and wait for each other, so none of these can ever end:\n"
             + "\n".join(lines)

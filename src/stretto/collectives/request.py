@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from stretto.collectives.hop import Hop, check_hop
+from stretto.collectives.message_codec import MessageCodec, check_message_codec
 from stretto.collectives.messages import Name
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
@@ -31,7 +31,7 @@ class Request:
     sequence: int = 0
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
     label: str = ""  # what the caller means by it; must be the same on all ranks, like the rest
-    hop: Hop | None = None  # how messages are encoded; None: as they are
+    message_codec: MessageCodec | None = None  # how messages are encoded; None: as they are
     members: tuple[int, ...] | None = None  # the job ranks that take part, by place in the plan; None: all of the job
     among: str = ""  # the members in words, where they are not all of the job
 
@@ -43,8 +43,8 @@ class Request:
         dtype_code(self.tensor.dtype)
         if plan.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
             check_op(self.op, self.tensor.dtype)
-        if self.hop is not None:
-            check_hop(self.hop, plan, self.op, self.tensor.dtype)
+        if self.message_codec is not None:
+            check_message_codec(self.message_codec, plan, self.op, self.tensor.dtype)
         check_length(plan, self.tensor.numel())
 
     @property
@@ -62,7 +62,7 @@ class Request:
     def num_bytes(self) -> int:
         """The length of the whole vector on the wire."""
         count = self.tensor.numel()
-        return count * self.tensor.element_size() if self.hop is None else self.hop.num_bytes(count)
+        return count * self.tensor.element_size() if self.message_codec is None else self.message_codec.num_bytes(count)
 
     @property
     def belief(self) -> str:
@@ -73,8 +73,8 @@ class Request:
             what += f", op={self.op}"
         if plan.kind in (Kind.REDUCE, Kind.BROADCAST):
             what += f", root={plan.root}"
-        if self.hop is not None:
-            what += f", hop={self.hop!r}"
+        if self.message_codec is not None:
+            what += f", message_codec={self.message_codec!r}"
         among = self.among or f"world_size={plan.size}"
         return f"{what}, algorithm={plan.algorithm}, {among}){self.label}"
 

@@ -12,14 +12,14 @@ from stretto.collectives.messages import ProgressReport
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import dtype_code
 from stretto.collectives.request import Pending, Request
-from stretto.collectives.schedule import Action, Schedule, Task, compile_hops, compile_plan
+from stretto.collectives.schedule import Action, Schedule, Task, compile_encoded, compile_plan
 from stretto.errors import FrameError, MalformedPayload, WireError
 from stretto.wire.base import Consume, Handle, Tag
 from stretto.wire.frames import DTYPE_CODES
 
 if TYPE_CHECKING:
     from stretto.collectives.execute import Communicator
-    from stretto.collectives.hop import Hop
+    from stretto.collectives.message_codec import MessageCodec
 
 EAGER_BYTES: Final = 64 << 10  # up to this many bytes a collective is sent without an announcement
 PLAIN_BYTES: Final = DTYPE_CODES["bytes"]
@@ -30,17 +30,17 @@ Members = tuple[int, ...] | None
 
 
 @lru_cache(maxsize=1024)
-def compiled(plan: Plan, num_elements: int, segment: int, hop: Hop | None = None, members: Members = None) -> Schedule:
-    """The schedule for segments of so many elements (with a hop: bytes). A plan's peers are places among the members; where it
+def compiled(plan: Plan, num_elements: int, segment: int, codec: MessageCodec | None = None, members: Members = None) -> Schedule:
+    """The schedule for segments of so many elements (with a codec: bytes). A plan's peers are places among the members; where it
     meets the wire, here, they become ranks of the job, once for all messages."""
-    schedule = compile_plan(plan, num_elements, segment) if hop is None else compile_hops(plan, num_elements, segment, hop)
+    schedule = compile_plan(plan, num_elements, segment) if codec is None else compile_encoded(plan, num_elements, segment, codec)
     return schedule if members is None else schedule.among(members)
 
 
 def _schedule(request: Request) -> Schedule:
-    plan, tensor, hop = request.plan, request.tensor, request.hop
-    segment = request.segment_bytes if hop is not None else request.segment_bytes // tensor.element_size()
-    return compiled(plan, tensor.numel(), segment, hop, request.members)
+    plan, tensor, codec = request.plan, request.tensor, request.message_codec
+    segment = request.segment_bytes if codec is not None else request.segment_bytes // tensor.element_size()
+    return compiled(plan, tensor.numel(), segment, codec, request.members)
 
 
 def _some_only_send(request: Request) -> bool:
@@ -68,7 +68,7 @@ class CollectiveRun:
         self.members = communicator.members(request)
         self.belief = request.belief
         self.digest = zlib.crc32(self.belief.encode())
-        self.code = dtype_code(request.tensor.dtype) if request.hop is None else PLAIN_BYTES
+        self.code = dtype_code(request.tensor.dtype) if request.message_codec is None else PLAIN_BYTES
         self.schedule = _schedule(request)
         self.eager = request.num_bytes <= EAGER_BYTES
         self.confirmed = _some_only_send(request)

@@ -12,7 +12,7 @@ with no barrier between rounds. Only an empty vector has no elements to order it
 and go round by round, as a barrier's do, so that a rank whose tensor is empty while the others' are not is found out.
 Compiled once per (plan, length, item size, segment), kept, and only read while running.
 
-With a hop (`hop.py`) the plan is cut and ordered in units in place of elements, so no chunk and no message cuts a unit.
+With a codec for messages (`message_codec.py`) the plan is cut and ordered in units in place of elements: no message cuts a unit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stretto.collectives.plan import Buffer, Kind, Local, Operation, Plan, Recv,
 from stretto.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from stretto.collectives.hop import Hop
+    from stretto.collectives.message_codec import MessageCodec
 
 
 class Action(enum.IntEnum):
@@ -62,7 +62,7 @@ class Schedule:
     sources: frozenset[int]
     destinations: frozenset[int]
     needs_work_buffer: bool
-    # (peer, elements; with a hop: bytes) over all messages: the ledger's
+    # (peer, elements; with a codec: bytes) over all messages: the ledger's
     sent: tuple[tuple[int, int], ...] = ()
     received: tuple[tuple[int, int], ...] = ()
 
@@ -104,19 +104,19 @@ def compile_plan(plan: Plan, num_elements: int, segment_elements: int) -> Schedu
     )
 
 
-def compile_hops(plan: Plan, num_elements: int, segment_bytes: int, hop: Hop) -> Schedule:
-    """Cut and order `plan` in units of `hop`, with messages of at most `segment_bytes` (and at least one unit) when encoded.
+def compile_encoded(plan: Plan, num_elements: int, segment_bytes: int, codec: MessageCodec) -> Schedule:
+    """Cut and order `plan` in units of `codec`, with messages of at most `segment_bytes` (and at least one unit) when encoded.
 
     The tasks' ranges are elements again; the ledger's numbers are bytes, exact for a last unit that is shorter.
     """
-    unit = hop.unit
-    in_units = compile_plan(plan, -(-num_elements // unit), segment_bytes // hop.num_bytes(unit))
+    unit = codec.unit
+    in_units = compile_plan(plan, -(-num_elements // unit), segment_bytes // codec.num_bytes(unit))
     tasks = [replace(task, start=task.start * unit, stop=min(task.stop * unit, num_elements)) for task in in_units.tasks]
     return replace(
         in_units,
         tasks=tuple(tasks),
-        sent=_totals_by_peer(tasks, Action.SEND, hop.num_bytes),
-        received=_totals_by_peer(tasks, Action.RECEIVE, hop.num_bytes),
+        sent=_totals_by_peer(tasks, Action.SEND, codec.num_bytes),
+        received=_totals_by_peer(tasks, Action.RECEIVE, codec.num_bytes),
     )
 
 

@@ -14,6 +14,8 @@ T = TypeVar("T")
 class Started(Generic[T]):
     """A collective under way, as `start_...` returns it. Its tensors must not be touched before `wait` has returned."""
 
+    __public__ = ("done", "wait")  # what docs/api.md shows
+
     def __init__(self, pending: Pending | None, result: Callable[[], T]) -> None:
         self._pending = pending  # None: there is nothing to wait for
         self._result = result  # brings the tensor back to where it belongs, so it is called once

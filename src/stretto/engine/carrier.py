@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stretto.collectives.hop import Hop
+from stretto.collectives.message_codec import MessageCodec
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Pending
 from stretto.collectives.staging import Staging
@@ -72,11 +72,11 @@ class Carrier:
         return (yield from self._run(Kind.ALL_GATHER, table, "ring" if table.nbytes >= LARGE_BYTES else "direct", name, label))
 
     def _run(
-        self, kind: Kind, tensor: Tensor, algorithm: str, name: tuple[int, int], label: str, hop: Hop | None = None
+        self, kind: Kind, tensor: Tensor, algorithm: str, name: tuple[int, int], label: str, hop: MessageCodec | None = None
     ) -> Carried:
         if self._job.world_size > 1:
             flat, ready, bring_back = self._staging.lend(tensor.view(-1))
-            yield self._job.start(kind, flat, algorithm, name=name, ready=ready, label=label, hop=hop)
+            yield self._job.start(kind, flat, algorithm, name=name, ready=ready, label=label, message_codec=hop)
             if bring_back is not None:
                 bring_back()
         return tensor
