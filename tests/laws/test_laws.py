@@ -34,6 +34,7 @@ from stretto.collectives.run import EAGER_BYTES
 from stretto.collectives.schedule import Action, compile_plan
 from stretto.distributing import distribute, engine_of
 from stretto.engine.bucket import Bucket
+from stretto.engine.training import Participation
 from stretto.errors import BackwardFailed, RankMismatch
 from stretto.job import Job
 from stretto.plan.choose import Choices
@@ -189,7 +190,10 @@ def test_law_8_counts_the_announcements_of_large_buckets() -> None:
         model(torch.ones(2, 300)).sum().backward()
         engine = engine_of(model)
         (bucket,) = engine.buckets
-        label = engine._label + engine._loop_label()  # it is the closing bucket, which tells of the loop too
+        training = engine.training
+        label = training._label + training._loop_label(
+            Participation.WORKING
+        )  # it is the closing bucket, which tells of the loop too
         return job.wire.bytes_sent - before, bytes_of(bucket, job.rank, size, "ring", label)
 
     for counted, expected in run_jobs(size, program):
