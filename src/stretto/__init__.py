@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stretto import recipes as recipes
     from stretto.aggregate.all_reduce import AllReduce as AllReduce
+    from stretto.aggregate.hierarchy import Hierarchy as Hierarchy
     from stretto.api import current_job as current_job
     from stretto.api import device as device
     from stretto.api import init as init
@@ -116,6 +117,7 @@ _HOME = {
         "current_job", "device", "init", "is_initialized", "local_rank", "main_first", "print", "rank", "shutdown", "world_size",
     ),
     "stretto.aggregate.all_reduce": ("AllReduce",),
+    "stretto.aggregate.hierarchy": ("Hierarchy",),
     "stretto.checkpoint": ("Resumed", "load", "save"),
     "stretto.collective_api": (
         "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "gather_object", "group", "recv",

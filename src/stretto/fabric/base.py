@@ -50,6 +50,7 @@ class Fabric(ABC):
     """See the module's text."""
 
     name: str  # for the log: what carries the bytes
+    channels: frozenset[int]  # of its collectives
 
     @abstractmethod
     def prepare(self, areas: Sequence[Area]) -> None:

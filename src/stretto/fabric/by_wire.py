@@ -24,6 +24,7 @@ class ByWire(Fabric):
     def __init__(self, group: Group) -> None:
         self._group = group
         self._channel = group.new_channel()
+        self.channels = frozenset({self._channel})
         self._staging = Staging(kept_buffers=256)
         self._areas: Sequence[Area] = ()
 

@@ -47,6 +47,7 @@ class MappedFabric(Fabric):
     def __init__(self, group: Group) -> None:
         self._group = group
         self._channel = group.new_channel()
+        self.channels = frozenset({self._channel})
         self._areas: Sequence[Area] = ()
         self._given: list[list[Tensor]] = []  # member -> area -> what it has put in
         self._made: list[list[Tensor]] = []  # member -> area -> what it has made of its share

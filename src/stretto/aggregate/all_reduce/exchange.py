@@ -18,12 +18,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from stretto.collectives.group import Group
 from stretto.collectives.message_codec import MessageCodec
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Pending
 from stretto.collectives.staging import Staging
 from stretto.compress.rounds import Collective, Gather, Sum, SumInHops, Transpose
 from stretto.job import Job
+from stretto.plan.auto import chosen_for
 
 MOST: Final = 8  # collectives of one bucket in one round
 LARGE_BYTES: Final = 1 << 20  # from here on an all-gather goes round the ring, where everybody sends to one neighbour only
@@ -63,10 +65,11 @@ class DirectExchange:
 
 
 class ExchangeDriver:
-    """Carries out the exchanges of one model."""
+    """Carries out the exchanges of one model, among the members of a group."""
 
-    def __init__(self, job: Job, channel: int, algorithm: str) -> None:
+    def __init__(self, job: Job, group: Group, channel: int, algorithm: str) -> None:
         self._job = job
+        self._group = group
         self._channel = channel
         self._algorithm = algorithm
         self._staging = Staging(kept_buffers=KEPT_BUFFERS)
@@ -90,11 +93,7 @@ class ExchangeDriver:
         if isinstance(asked, Transpose):
             return (yield from self._run(Kind.ALL_TO_ALL, asked.rows, "pairwise", name, label))
         if isinstance(asked, SumInHops):
-            return (
-                yield from self._run(
-                    Kind.ALL_REDUCE, asked.tensor, self._algorithm, name, label, message_codec=asked.message_codec
-                )
-            )
+            return (yield from self._run(Kind.ALL_REDUCE, asked.tensor, self._algorithm, name, label, message_codec=asked.hop))
         assert isinstance(asked, Sum)
         return (yield from self._reduce(asked.tensor, "sum", name, label))
 
@@ -102,15 +101,15 @@ class ExchangeDriver:
         if self._algorithm == "native":
             return self._job.all_reduce(tensor, op, "native", label=label)
         algorithm = self._algorithm
-        if algorithm == "auto" and self._job.world_size > 1:
-            algorithm = self._job.choose(tensor.nbytes)
+        if algorithm == "auto" and self._group.size > 1:
+            algorithm = chosen_for(self._group, "gradients").algorithm(tensor.nbytes)
         return (yield from self._run(Kind.ALL_REDUCE, tensor, algorithm, name, label, op=op, tail=tail))
 
     def _gather(self, asked: Gather, name: tuple[int, int], label: str) -> _Result:
         row, table = asked.row, asked.into
         if table is None:
-            table = torch.empty((self._job.world_size, *row.shape), dtype=row.dtype, device=row.device)
-        table[self._job.rank] = row
+            table = torch.empty((self._group.size, *row.shape), dtype=row.dtype, device=row.device)
+        table[self._group.rank] = row
         return (yield from self._run(Kind.ALL_GATHER, table, "ring" if table.nbytes >= LARGE_BYTES else "direct", name, label))
 
     def _run(
@@ -125,9 +124,11 @@ class ExchangeDriver:
         message_codec: MessageCodec | None = None,
         tail: Tensor | None = None,
     ) -> _Result:
-        if self._job.world_size > 1:
+        if self._group.size > 1:
             flat, ready, bring_back = self._staging.lend(tensor.view(-1), tail)
-            yield self._job.start(kind, flat, algorithm, op=op, name=name, ready=ready, label=label, message_codec=message_codec)
+            yield self._group.start(
+                kind, flat, algorithm, op=op, name=name, ready=ready, label=label, message_codec=message_codec
+            )
             if bring_back is not None:
                 bring_back()
         return tensor
