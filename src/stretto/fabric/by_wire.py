@@ -32,7 +32,8 @@ class ByWire(Fabric):
         self._areas = areas
 
     def sum(self, area: int, flat: Tensor, scale: float, number: int, label: str) -> Steps:
-        flat.mul_(scale)
+        if scale != 1.0:
+            flat.mul_(scale)
         if self._areas[area].owner is None:
             return self._run(Kind.REDUCE_SCATTER, "ring", area, flat, 2 * number, label)
         return self._run(Kind.REDUCE, "binomial", area, flat, 2 * number, label)

@@ -24,7 +24,6 @@ class Hosts:
         self.num_hosts = len(ranks)
         self.num_speakers = min(map(len, ranks.values()))
         self.are_even = {len(each) for each in ranks.values()} == {self.num_speakers}
-        self.scale = self.num_hosts / job.world_size
         speaks = place < self.num_speakers
         self.within: Group = job.world.sub(mine)
         self.across: Group = job.world.sub([each[place] for each in ranks.values()] if speaks else [job.rank])

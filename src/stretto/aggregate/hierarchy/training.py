@@ -8,8 +8,9 @@ What is not compressed is shared out in equal parts. What is compressed belongs 
 by parameter: codecs keep residuals and matrices by parameter, and work on whole ones. Which worker that is depends on the
 parameters of the model alone, shared out evenly by bytes, and does not change when others are frozen or added.
 
-With h hosts and P workers, the sum over a host is scaled by h / P before it is added up, so that the mean over hosts is the mean
-over all workers, also where hosts have different numbers of them.
+Codecs give the mean over those that take part in an exchange. So with h hosts and P workers, what is to be compressed is scaled
+by h / P before a host adds it up: the mean over hosts is then the mean over all workers, also where hosts have different numbers
+of them.
 
 A residual belongs to a host, not to a worker: a worker that has run out of data (`join`) goes on to speak for its host.
 """
@@ -26,12 +27,12 @@ from torch.optim import Optimizer
 from stretto.aggregate.all_reduce import compression_state
 from stretto.aggregate.all_reduce.admission import check_compression, check_payloads
 from stretto.aggregate.all_reduce.bucket import ReducedBucket, make_buckets
-from stretto.aggregate.all_reduce.exchange import Mean, Steps, UnderWay
+from stretto.aggregate.all_reduce.exchange import Steps, UnderWay
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.hierarchy.hosts import Hosts
 from stretto.aggregate.hierarchy.value import Hierarchy
 from stretto.collectives.group import Group
-from stretto.compress.rounds import Turn
+from stretto.compress.rounds import Sum, Turn
 from stretto.compress.state import State
 from stretto.engine.training import Named, Participation, Setting, TensorsByName, TrainingState
 from stretto.fabric.base import Area, Fabric
@@ -129,13 +130,22 @@ class SynchronousHierarchy(SynchronousAllReduce):
         assert fabric is not None
         if notes:
             values[-len(bucket.tail) :].copy_(bucket.tail)
-        yield from fabric.sum(bucket.number, values, self._hosts.scale, number, label)
+        scale = 1.0 if bucket.state is None else self._hosts.num_hosts / self._job.world_size
+        yield from fabric.sum(bucket.number, values, scale, number, label)
         start, stop = self._area(bucket).share(self._hosts.within.rank, self._hosts.within.size)
         if start < stop:
-            yield from self._driver.drive(_steps(bucket, values[start:stop]), number, label)
+            yield from self._driver.drive(self._steps(bucket, values[start:stop]), number, label)
         yield from fabric.share(bucket.number, values, number, label)
         if notes:
             bucket.tail.copy_(values[-len(bucket.tail) :])
+
+    def _steps(self, bucket: ReducedBucket, share: Tensor) -> Steps:
+        """Between hosts: the mean over all workers, of their sum over each host."""
+        if bucket.turn is not None:
+            yield from bucket.compression.exchange(share, bucket.turn)
+        else:
+            yield Sum(share)
+            share.mul_(1.0 / self._job.world_size)
 
     def _settle(self, *, good: bool) -> None:
         super()._settle(good=good)
@@ -173,16 +183,6 @@ class SynchronousHierarchy(SynchronousAllReduce):
 def _hierarchy_of(strategy: Strategy) -> Hierarchy:
     assert isinstance(strategy.aggregate, Hierarchy), "another way of training"
     return strategy.aggregate
-
-
-def _steps(bucket: ReducedBucket, share: Tensor) -> Steps:
-    if bucket.turn is not None:
-        return bucket.compression.exchange(share, bucket.turn)
-    return _mean(share)
-
-
-def _mean(share: Tensor) -> Steps:
-    yield Mean(share)
 
 
 def _put_together(own: TensorsByName, shared: TensorsByName) -> TensorsByName:
