@@ -590,6 +590,9 @@ def test_two_that_both_send_first_are_told() -> None:
 def test_values_that_autograd_has_saved_are_not_replaced_unseen() -> None:
     def program(job: Job) -> None:
         x = torch.ones(2, requires_grad=True)
+        parts = torch.ones(2, 2, requires_grad=True).t().exp()  # not contiguous: what is sent is a copy
+        stretto.scatter(torch.zeros(2), parts.detach() if job.rank == 0 else None)
+        torch.autograd.backward(parts.sum())  # they were read, not written
         writes: list[Callable[[torch.Tensor], object]] = [
             lambda y: stretto.reduce(y, root=0),
             lambda y: stretto.scatter(y, torch.zeros(2, 2) if job.rank == 0 else None),

@@ -178,15 +178,19 @@ class Group:
         root: int = 0,
         name: Name | None = None,
         label: str = "",
+        writes: bool = True,
     ) -> Started[T]:
-        """Begin one collective of the catalogue on any tensor, in place. `result` is called once when it has ended."""
+        """Begin one collective of the catalogue on any tensor, in place. `result` is called once when it has ended.
+
+        `writes`: what it leaves belongs into the tensor. Otherwise, where the tensor had to be copied, the copy is dropped.
+        """
         dtype_code(tensor.dtype)
         self.endpoint.check_usable()
         if self.size == 1:
             return Started(None, result)
         flat, bring_back = self.endpoint.staging.borrow(tensor)
         pending = self.start(kind, flat, algorithm, op=op, root=root, name=name, label=label)
-        return Started(pending, _then(bring_back, result))
+        return Started(pending, _then(bring_back if writes else None, result))
 
     def begin_pair(self, source: int, to: int, tensor: torch.Tensor) -> Started[torch.Tensor]:
         """`start_pair` for any tensor."""
