@@ -3,7 +3,7 @@
     python benchmarks/groups.py            both all-reduce 32 MB; 11 turns
     python benchmarks/groups.py --quick    1 MB, two turns: does the script work?
 
-A job of four workers, split into two groups that both all-reduce at the same time, and a job of two, each on lab hosts of its own,
+A job of four workers, split into two groups that both all-reduce at once, and a job of two, each on lab hosts of its own,
 take turns (`before_after.py` has how): the first of a turn is last in the next. The time of a turn is that of the slowest worker.
 Writes `groups_MACHINE_DATE.json` and `.md`. Let the machine be idle. Needs root or user namespaces for the lab.
 """
@@ -51,7 +51,8 @@ def as_markdown(report: GroupsReport) -> tuple[list[str], list[str]]:
     found = ratio(alone, groups)
     times = [f"{1e3 * statistics.median(each):.1f}" for each in (alone, groups)]
     claim = table("all-reduce", "a job of 2, ms", "two groups at once, ms", "speed of a group", "at least", "verdict")
-    claim += [f"| {report.num_bytes} bytes | {' | '.join(times)} | {found} | {AT_LEAST} | {found.at_least(AT_LEAST, len(alone))} |"]
+    verdict = found.at_least(AT_LEAST, len(alone))
+    claim += [f"| {report.num_bytes} bytes | {' | '.join(times)} | {found} | {AT_LEAST} | {verdict} |"]
     return [*heading("Groups", report.date, report.command, report.machine), *claim], claim
 
 

@@ -287,7 +287,7 @@ def test_two_groups_at_once_are_as_fast_as_one_alone() -> None:
 @pytest.mark.parametrize("make", [tcp, zeromq])
 def test_groups_on_sockets_work_on_when_a_worker_outside_of_them_has_gone(make: Callable[[], Make]) -> None:
     """With communication threads, and the channels of groups on a real wire. Rank 2 goes without a goodbye."""
-    noticed = threading.Barrier(3)
+    made, noticed = threading.Barrier(4), threading.Barrier(3)
 
     def program(wire: FramedWire) -> list[Any]:
         launch = Launch(
@@ -296,6 +296,7 @@ def test_groups_on_sockets_work_on_when_a_worker_outside_of_them_has_gone(make: 
         )  # fmt: skip
         job = Job(launch, [Peer(rank, rank, "here", "127.0.0.1:1", 1) for rank in range(4)], wire, PATIENT)
         pair, three = job.world.sub([1, 0] if wire.rank < 2 else [3, 2]), job.world.sub([0, 3, 2]) if wire.rank != 1 else None
+        made.wait(30)
         if wire.rank == 2:
             job.close(goodbye=False)
             return []
