@@ -53,7 +53,7 @@ def init(*, timeouts: Timeouts | None = None, wire: WireName = "auto") -> Job:
     """Join the job this process was started for, and return it; without a launcher, a job of one.
 
     `timeouts` beats STRETTO_TIMEOUT. `wire`: "auto" is plain TCP (and shared memory) within one host and encrypted ZeroMQ
-    between hosts; "gloo" and "nccl" move tensors through torch.distributed and allow algorithm="native".
+    between hosts; "gloo" and "nccl" add a process group of torch's, for algorithm="native".
 
     Called again, it returns the job that the process is in. In a forked child it joins anew.
     """

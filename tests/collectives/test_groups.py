@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import combinations
 from typing import Any
 
@@ -28,8 +30,10 @@ from stretto.launching.membership import Peer
 from stretto.testing import run_jobs, run_threads, run_virtual
 from stretto.testing.faults import Cut, Kill
 from stretto.testing.network_model import Link, NetworkModel
+from stretto.testing.threads import ThreadsWire, threads_world
 from stretto.testing.virtual import VirtualWire
 from stretto.timeouts import Timeouts
+from stretto.wire.base import Wire
 from stretto.wire.framed import FramedWire
 from wire.socket_world import Make, connect_all, peer_of, tcp, wires_of, zeromq
 
@@ -40,7 +44,7 @@ DETECTED_S = 1.0  # long after a kill was noticed
 class CallerDriven:
     """Stands for the communication thread where the caller drives the communicator, as virtual time needs it."""
 
-    def __init__(self, wire: VirtualWire, timeouts: Timeouts = PATIENT) -> None:
+    def __init__(self, wire: Wire, timeouts: Timeouts = PATIENT) -> None:
         self.communicator = Communicator(wire, timeouts)
 
     def start(self, request: Request, ready: Callable[[], bool] | None = None) -> Pending:
@@ -48,7 +52,7 @@ class CallerDriven:
         return self.communicator.start(request)
 
 
-def world_of(wire: VirtualWire, timeouts: Timeouts = PATIENT) -> Group:
+def world_of(wire: Wire, timeouts: Timeouts = PATIENT) -> Group:
     driven: Any = CallerDriven(wire, timeouts)
     endpoint = Endpoint(wire.rank, ["here"] * wire.world_size, driven, lambda: None)
     return Group(endpoint, tuple(range(wire.world_size)))
@@ -287,7 +291,7 @@ def test_two_groups_at_once_are_as_fast_as_one_alone() -> None:
 @pytest.mark.parametrize("make", [tcp, zeromq])
 def test_groups_on_sockets_work_on_when_a_worker_outside_of_them_has_gone(make: Callable[[], Make]) -> None:
     """With communication threads, and the channels of groups on a real wire. Rank 2 goes without a goodbye."""
-    noticed = threading.Barrier(3)
+    made, noticed = threading.Barrier(4), threading.Barrier(3)
 
     def program(wire: FramedWire) -> list[Any]:
         launch = Launch(
@@ -296,6 +300,7 @@ def test_groups_on_sockets_work_on_when_a_worker_outside_of_them_has_gone(make: 
         )  # fmt: skip
         job = Job(launch, [Peer(rank, rank, "here", "127.0.0.1:1", 1) for rank in range(4)], wire, PATIENT)
         pair, three = job.world.sub([1, 0] if wire.rank < 2 else [3, 2]), job.world.sub([0, 3, 2]) if wire.rank != 1 else None
+        made.wait(30)
         if wire.rank == 2:
             job.close(goodbye=False)
             return []
@@ -317,6 +322,46 @@ def test_groups_on_sockets_work_on_when_a_worker_outside_of_them_has_gone(make: 
     with wires_of(4, make()) as wires:
         connect_all(wires, [peer_of(wire) for wire in wires])
         assert run_threads(4, program, wires=wires) == [[2, [1, 0]], [[1, 0]], [], [2, 2]]
+
+
+def test_a_worker_that_comes_back_is_in_no_group_of_its_former_life() -> None:
+    """Rank 2 dies and another worker comes in its place. The pair goes on, the old three refuse, a new group of three works."""
+    wires = threads_world(3)
+    made = threading.Barrier(3)
+    came: Future[ThreadsWire] = Future()
+
+    def refused(group: Group) -> str:
+        with pytest.raises(PeerLost) as caught:
+            calls.start_barrier(group).wait()
+        assert caught.value.rank == 2
+        return str(caught.value)
+
+    def drive(world: Group, until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not until() and time.monotonic() < deadline:
+            communicator_of(world).step(0.01)
+        assert until()
+
+    def program(wire: ThreadsWire) -> list[Any]:
+        world = world_of(wire)
+        three, pair = world.sub([0, 1, 2]), world.sub([1, 0]) if wire.rank < 2 else None
+        made.wait(20)
+        if pair is None:
+            wire.kill("on purpose")
+            came.set_result(wires[0].newcomer(rank=2, generation=1))
+            world = world_of(came.result())
+            drive(world, lambda: not came.result().lost)
+            return calls.gather_object(world.sub([0, 1, 2]), "new")
+        drive(world, lambda: 2 in wire.lost)
+        assert "on purpose" in refused(three)
+        wire.admit(came.result(20).peer)
+        drive(world, lambda: 2 not in wire.lost)
+        for group in (three, world):
+            assert "another worker has had its rank" in refused(group)
+        assert calls.gather_object(pair, wire.rank) == [1, 0]
+        return calls.gather_object(world.sub([0, 1, 2]), wire.rank)
+
+    assert run_threads(3, program, wires=wires) == [[0, 1, "new"]] * 3
 
 
 # Members that do not come, or mean something else --------------------------------------------------------------------------
@@ -433,7 +478,8 @@ def test_a_pair_has_one_channel_for_each_direction_at_both_ends() -> None:
 
 
 def test_meetings_are_named_by_members_order_and_turn() -> None:
-    names = {_meeting(members, turn) for members in ((0, 1), (1, 0), (0, 1, 2)) for turn in range(100)}
+    several = ((0, 1), (1, 0), (0, 1, 2))
+    names = {_meeting(members, generation, turn) for members in several for generation in (0, 1) for turn in range(50)}
     assert len(names) == 300
     assert all(MEETINGS <= channel < GROUPS and 0 <= sequence < 1 << 32 for channel, sequence in names)
 
@@ -590,6 +636,9 @@ def test_two_that_both_send_first_are_told() -> None:
 def test_values_that_autograd_has_saved_are_not_replaced_unseen() -> None:
     def program(job: Job) -> None:
         x = torch.ones(2, requires_grad=True)
+        parts = torch.ones(2, 2, requires_grad=True).t().exp()  # not contiguous: what is sent is a copy
+        stretto.scatter(torch.zeros(2), parts.detach() if job.rank == 0 else None)
+        torch.autograd.backward(parts.sum())  # they were read, not written
         writes: list[Callable[[torch.Tensor], object]] = [
             lambda y: stretto.reduce(y, root=0),
             lambda y: stretto.scatter(y, torch.zeros(2, 2) if job.rank == 0 else None),

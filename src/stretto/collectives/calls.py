@@ -116,7 +116,7 @@ def start_scatter(group: Group, tensor: Tensor, parts: Tensor | Sequence[Tensor]
             tensor.detach().copy_(rows[group.rank])
         return tensor
 
-    return group.begin(Kind.SCATTER, rows, "direct", mine, root=root)
+    return group.begin(Kind.SCATTER, rows, "direct", mine, root=root, writes=False)
 
 
 def start_reduce_scatter(group: Group, tensor: Tensor, op: str) -> Started[Tensor]:

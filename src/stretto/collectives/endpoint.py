@@ -6,7 +6,8 @@ numbers that are its own; the others learn it in a *meeting*, an all-reduce of o
 
     00...            the world's: 0 for `auto`, 1 for the public functions, then one after another, counted alike on all ranks
     001...           the world's pairs (`Group.pair_channel`)
-    01, 30 bits      meetings: a digest of the members and of how often they have met before; 32 more bits of it are the number
+    01, 30 bits      meetings: a digest of the members, the generation in which the last of them joined, and how often these have
+                     met before; 32 more bits of it are the number
     1, 13, 18 bits   groups: the rank of the first member, and a count of its own
 
 Channels of two groups thus differ by construction. (Digests alone would be simpler, but 31 bits of them collide by chance where
@@ -66,7 +67,7 @@ class Endpoint:
         self._sequences: dict[int, int] = {}  # channel -> how many collectives without a name of their own it has had
         self._world_channels = PUBLIC_CHANNEL
         self._group_channels = 0  # given out by this rank as the first member of groups
-        self._meetings: Counter[tuple[int, ...]] = Counter()
+        self._meetings: Counter[tuple[tuple[int, ...], int]] = Counter()
 
     def next_name(self, channel: int) -> Name:
         """For a collective that the calling thread is about to start, and that has no name of its own."""
@@ -81,16 +82,25 @@ class Endpoint:
         self._world_channels += 1
         return self._world_channels
 
+    def generation_of(self, members: Sequence[int]) -> int:
+        """The last generation in which one of these workers has joined: the same at all of them, once they know each other."""
+        if self.communication is None:
+            return 0
+        return max(map(self.communication.communicator.wire.joined_in, members))
+
     def meet(self, members: tuple[int, ...], num_channels: int) -> int:
         """Agree with the other members on so many channels, one after another; returns the first."""
+        generation = self.generation_of(members)
         with self._lock:
-            meeting = _meeting(members, self._meetings[members])
-            self._meetings[members] += 1
+            meeting = _meeting(members, generation, self._meetings[members, generation])
+            self._meetings[members, generation] += 1
             first = self._give_out(num_channels) if members[0] == self.rank else 0
         agreed = torch.tensor([first], dtype=torch.int64, device="cpu")
         plan = catalogue.plan(Kind.ALL_REDUCE, "butterfly", members.index(self.rank), len(members))
         text = members_text(members)
-        request = Request(plan, agreed, "max", *meeting, label=" to make a group", members=members, among=text)
+        request = Request(
+            plan, agreed, "max", *meeting, label=" to make a group", members=members, among=text, generation=generation
+        )
         assert self.communication is not None
         self.whereabouts.claim(request.channel)
         self.communication.start(request).wait()
@@ -111,9 +121,9 @@ class Endpoint:
         return GROUPS | self.rank << COUNT_BITS | first
 
 
-def _meeting(members: tuple[int, ...], before: int) -> Name:
+def _meeting(members: tuple[int, ...], generation: int, before: int) -> Name:
     """The name under which these members meet when they have met so often before."""
-    digest = hashlib.blake2b(msgspec.msgpack.encode([members, before]), digest_size=8).digest()
+    digest = hashlib.blake2b(msgspec.msgpack.encode([members, generation, before]), digest_size=8).digest()
     return MEETINGS | int.from_bytes(digest[:4], "little") >> 2, int.from_bytes(digest[4:], "little")
 
 

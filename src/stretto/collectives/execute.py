@@ -95,7 +95,7 @@ class Communicator:
 
     def tell(self, members: Sequence[int], topic: int, body: bytes) -> None:
         for rank in members:
-            if rank != self.wire.rank and rank in self.world:
+            if rank != self.wire.rank:
                 self.wire.post(rank, topic, body)
 
     # -- beginning and ending -----------------------------------------------------------------------------------------

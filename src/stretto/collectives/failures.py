@@ -63,10 +63,19 @@ class Failures:
         doom = self.doom_of(request.name)
         if doom is None and request.plan.size > 1:
             members = self._communicator.members(request)
-            doom = next((error for rank, error in self._wire.lost.items() if rank in members), None)
+            doom = self._lost_member(members, request.generation)
             if doom is not None:
                 self.tell(members, request.name, doom)  # others may not have lost that peer, and would wait for us
         return doom
+
+    def _lost_member(self, members: Sequence[int], generation: int) -> PeerLost | None:
+        """A member that is gone, if there is one, or has been since the group was made: its rank may be another worker's now."""
+        lost = next((error for rank, error in self._wire.lost.items() if rank in members), None)
+        if lost is None and self._wire.generation > generation:
+            reason = "another worker has had its rank since the group was made. Make the group again"
+            joined = (rank for rank in members if self._wire.joined_in(rank) > generation)
+            lost = next((PeerLost(rank, reason) for rank in joined), None)
+        return lost
 
     def _on_lost(self, error: PeerLost) -> None:
         for run in list(self._communicator.runs.values()):

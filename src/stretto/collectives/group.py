@@ -8,7 +8,8 @@ Laws:
 - What happens to workers outside of a group changes nothing for its collectives. The loss of a member fails them, and only them.
 - Collectives of different groups need no common order, nor do those of different pairs of one group (`pair_channel`).
 - A group of one sends nothing.
-- Members are those that made the group. (A worker that comes back under the rank of a lost one is another worker.)
+- Members are those that made the group. A worker that comes back under the rank of a lost one is another worker, and no member:
+  the group has a generation, and refuses to work with ranks that have joined later.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Group:
         self.ranks = ranks
         self.rank = ranks.index(endpoint.rank)
         self.size = len(ranks)
+        self.generation = endpoint.generation_of(ranks)
         self.is_world = first_channel is None
         self.channel = PUBLIC_CHANNEL if first_channel is None else first_channel
         self._choosing_channel = CHOOSING_CHANNEL if first_channel is None else first_channel + 1
@@ -151,7 +153,10 @@ class Group:
         name = name or self.endpoint.next_name(self.channel)
         segment = segment_bytes or self.segment_bytes
         members = None if self.is_world else self.ranks
-        return communication.start(Request(plan, flat, op, *name, segment, label, message_codec, members, self._among), ready)
+        request = Request(
+            plan, flat, op, *name, segment, label, message_codec, members, self._among, self.generation
+        )  # fmt: skip
+        return communication.start(request, ready)
 
     def start_pair(self, source: int, to: int, flat: torch.Tensor) -> Pending:
         """Begin to send what `flat` holds from one member to another. Only these two take part, and both call it."""
@@ -160,7 +165,8 @@ class Group:
         name = self.endpoint.next_name(self.pair_channel(source, to))
         pair = (self.ranks[source], self.ranks[to])
         among, label = f"from rank {pair[0]} to rank {pair[1]}", f" of send and recv in {self._among or 'the job'}"
-        return communication.start(Request(plan, flat, "sum", *name, self.segment_bytes, label, None, pair, among))
+        request = Request(plan, flat, "sum", *name, self.segment_bytes, label, None, pair, among, self.generation)
+        return communication.start(request)
 
     def _communication(self) -> CommunicationThread:
         self.endpoint.check_usable()
@@ -178,15 +184,19 @@ class Group:
         root: int = 0,
         name: Name | None = None,
         label: str = "",
+        writes: bool = True,
     ) -> Started[T]:
-        """Begin one collective of the catalogue on any tensor, in place. `result` is called once when it has ended."""
+        """Begin one collective of the catalogue on any tensor, in place. `result` is called once when it has ended.
+
+        `writes`: what it leaves belongs into the tensor. Otherwise, where the tensor had to be copied, the copy is dropped.
+        """
         dtype_code(tensor.dtype)
         self.endpoint.check_usable()
         if self.size == 1:
             return Started(None, result)
         flat, bring_back = self.endpoint.staging.borrow(tensor)
         pending = self.start(kind, flat, algorithm, op=op, root=root, name=name, label=label)
-        return Started(pending, _then(bring_back, result))
+        return Started(pending, _then(bring_back if writes else None, result))
 
     def begin_pair(self, source: int, to: int, tensor: torch.Tensor) -> Started[torch.Tensor]:
         """`start_pair` for any tensor."""

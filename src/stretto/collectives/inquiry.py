@@ -190,13 +190,14 @@ class Inquiry:
     def _hopeless(self, run: CollectiveRun) -> dict[Name, Sequence[int]]:
         """The collectives that other ranks are blocked in and that, like this one, can never end (see the module's text), with
         their members."""
-        needs, world = self._needs(run.pending), self._communicator.world
+        needs, world, known = self._needs(run.pending), self._communicator.world, set(self._wire.peers)
         found: dict[Name, Sequence[int]] = {}
         for rank, state in run.answers.items():
             needed = needs is None or rank in needs
             if needed and state.instead and all(self._is_circle(run, other) for other in state.instead):
                 for other in state.instead:
-                    found[other.channel, other.sequence] = world if other.members is None else other.members
+                    members = world if other.members is None else [rank for rank in other.members if rank in known]
+                    found[other.channel, other.sequence] = members
         return found
 
     def _is_circle(self, run: CollectiveRun, other: Elsewhere) -> bool:

@@ -40,6 +40,7 @@ class Peer(msgspec.Struct, frozen=True):
     address: str  # "ip:port" of its one port
     pid: int
     pid_namespace: str = ""  # where `pid` means this process: containers may share a network and not their processes
+    generation: int = 0  # of the view in which it joined: with the rank, it names one life of a worker
 
     def sees(self, other: Peer) -> bool:
         """Whether `other` is a process that can be looked up in this one's /proc."""
