@@ -235,6 +235,8 @@ class Communicator:
         elif run.schedule.needs_work_buffer:
             self._give_back(run.accumulators[Buffer.WORK].flat)
         run.pending.finish(error)
+        if error is not None and run.request.part_of is not None:
+            self.failures.fail_round(run.request.part_of, error)
 
     def _remember(self, name: Name, belief: str) -> None:
         """What ended here, for peers that ask later."""

@@ -7,6 +7,10 @@ kept, and ends it when they do:
     transfer failed         what the wire says; where the two sides mean different collectives, it is a dispute
                             (`disagreement.py`), and told as one
     streams never meet      `RankMismatch` for a collective and all later ones of its channel that are under way
+
+Some collectives are *part of* a round of the whole job, although each has few members: workers of one host combine, then hosts do.
+There the loss of any worker leaves all others waiting, one for the other. So a round fails as a whole: whichever part fails, on
+any rank, for whatever reason, all ranks are told, and every part of that round that is under way or begins later fails with it.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from stretto.collectives.messages import TOPIC_FAILED, Failed, Name, as_error, as_failed, decode, is_later
+from stretto.collectives.messages import TOPIC_FAILED, TOPIC_ROUND_FAILED, Failed, Name, as_error, as_failed, decode, is_later
 from stretto.errors import PeerLost, RankMismatch, StrettoError, WireError
 from stretto.wire.base import DigestMismatch
 
@@ -35,7 +39,9 @@ class Failures:
         self._communicator = communicator
         self._wire = communicator.wire
         self._doomed: list[Failed] = []  # failed elsewhere before they began here
+        self._failed_rounds: dict[int, Failed] = {}  # channel -> the last round that has failed
         self._wire.listen(TOPIC_FAILED, self._on_failed)
+        self._wire.listen(TOPIC_ROUND_FAILED, self._on_round_failed)
         self._wire.on_lost(self._on_lost)
 
     # -- found here ---------------------------------------------------------------------------------------------------
@@ -60,9 +66,9 @@ class Failures:
 
     def refuse(self, request: Request) -> StrettoError | None:
         """Why a collective cannot begin here, if it cannot: it has failed elsewhere, or a member is lost."""
-        doom = self.doom_of(request.name)
+        doom = self.doom_of(request.name) or self._doom_of_round(request.part_of)
         if doom is None and request.plan.size > 1:
-            members = self._communicator.members(request)
+            members = self._concerned(request)
             doom = self._lost_member(members, request.generation)
             if doom is not None:
                 self.tell(members, request.name, doom)  # others may not have lost that peer, and would wait for us
@@ -80,7 +86,9 @@ class Failures:
     def _on_lost(self, error: PeerLost) -> None:
         for run in list(self._communicator.runs.values()):
             # A rank that left after doing its part takes nothing with it; one that died may have left any member waiting.
-            if error.rank in run.members and (not self._wire.said_goodbye(error.rank) or error.rank in run.waiting_for()):
+            if error.rank in self._concerned(run.request) and (
+                not self._wire.said_goodbye(error.rank) or error.rank in run.waiting_for()
+            ):
                 self._fail_by_loss(run, error)
 
     def _fail_by_loss(self, run: CollectiveRun, error: PeerLost) -> None:
@@ -89,6 +97,35 @@ class Failures:
         else:
             # A member that has heard from all the others raises and leaves: it is the dispute that is to be told.
             self._communicator.disagreement.dispute(run)
+
+    def _concerned(self, request: Request) -> Sequence[int]:
+        """The ranks whose loss fails a collective."""
+        return self._communicator.members(request) if request.part_of is None else self._communicator.world
+
+    # -- rounds of the whole job --------------------------------------------------------------------------------------
+
+    def fail_round(self, part_of: Name, error: StrettoError) -> None:
+        """A part of this round has failed here: so has the rest of it, on all ranks."""
+        if self._doom_of_round(part_of) is None:
+            failed = as_failed(part_of, error)
+            self._communicator.tell(self._communicator.world, TOPIC_ROUND_FAILED, msgspec.msgpack.encode(failed))
+            self._end_round(failed)
+
+    def _on_round_failed(self, source: int, body: bytes) -> None:
+        failed = decode(source, body, Failed)
+        if failed is not None and self._doom_of_round((failed.channel, failed.sequence)) is None:
+            self._end_round(failed)
+
+    def _end_round(self, failed: Failed) -> None:
+        self._failed_rounds[failed.channel] = failed
+        for run in list(self._communicator.runs.values()):
+            if not run.pending.done and self._doom_of_round(run.request.part_of) is not None:
+                self._communicator.end(run, as_error(failed))
+
+    def _doom_of_round(self, part_of: Name | None) -> StrettoError | None:
+        """Why this round, or a later one of its channel, has failed, if it has."""
+        failed = None if part_of is None else self._failed_rounds.get(part_of[0])
+        return None if failed is None or part_of is None or is_later(part_of[1], failed.sequence) else as_error(failed)
 
     # -- heard from others --------------------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class Group:
         self._choosing_channel = CHOOSING_CHANNEL if first_channel is None else first_channel + 1
         self._first_pair = WORLD_PAIRS if first_channel is None else first_channel + OWN_CHANNELS
         self.choices: AlgorithmTable | None = None
+        self.part_of: Name | None = None  # the round of the whole job that its collectives belong to now: they fail with it
         self._among = "" if self.is_world else members_text(ranks)
 
     def __repr__(self) -> str:
@@ -154,7 +155,7 @@ class Group:
         segment = segment_bytes or self.segment_bytes
         members = None if self.is_world else self.ranks
         request = Request(
-            plan, flat, op, *name, segment, label, message_codec, members, self._among, self.generation
+            plan, flat, op, *name, segment, label, message_codec, members, self._among, self.generation, self.part_of
         )  # fmt: skip
         return communication.start(request, ready)
 

@@ -24,6 +24,7 @@ TOPIC_FAILED: Final = 18
 TOPIC_QUERY: Final = 19
 TOPIC_REPORT: Final = 20
 TOPIC_KNOCK: Final = 21
+TOPIC_ROUND_FAILED: Final = 22
 
 log = logging.getLogger("stretto.collectives")
 Name = tuple[int, int]  # channel, sequence

@@ -35,6 +35,7 @@ class Request:
     members: tuple[int, ...] | None = None  # the job ranks that take part, by place in the plan; None: all of the job
     among: str = ""  # the members in words, where they are not all of the job
     generation: int = 0  # the last one in which a member had joined when the group was made
+    part_of: Name | None = None  # a round of the whole job, (channel, number), that fails as a whole: see `failures.py`
 
     def __post_init__(self) -> None:
         """Refuse what cannot work in the caller's thread, before anything is sent."""

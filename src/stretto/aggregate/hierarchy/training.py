@@ -120,6 +120,10 @@ class SynchronousHierarchy(SynchronousAllReduce):
     def _is_mine(self, bucket: ReducedBucket) -> bool:
         return self._owner(bucket) == self._hosts.within.rank
 
+    def _begin(self, bucket: ReducedBucket, under_way: UnderWay) -> None:
+        self._hosts.within.part_of = self._hosts.across.part_of = (self._setting.channel, self._round & 0xFFFFFFFF)
+        super()._begin(bucket, under_way)
+
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
     def _turn(self, bucket: ReducedBucket, state: State, participation: Participation, weight: float) -> Turn | None:
