@@ -8,7 +8,7 @@ kept, and ends it when they do:
                             (`disagreement.py`), and told as one
     streams never meet      `RankMismatch` for a collective and all later ones of its channel that are under way
 
-Some collectives are *part of* a round of the whole job, although each has few members: workers of one host combine, then hosts do.
+Some collectives are *part of* a round of the whole job, although each has few members: workers of a host combine, then hosts do.
 There the loss of any worker leaves all others waiting, one for the other. So a round fails as a whole: whichever part fails, on
 any rank, for whatever reason, all ranks are told, and every part of that round that is under way or begins later fails with it.
 """
