@@ -1,6 +1,6 @@
 """Strategy: five questions about data-parallel training, answered by five small values.
 
-    aggregate   whose values are combined, and by whom?      AllReduce(algorithm)
+    aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer)
     sync        when?                                        Synchronous()
     compress    how is it written on the wire?               NoCompression(), Float16(), Int8(), ErrorFeedback(Sign()), ...
     schedule    in which order, and over what?               AfterBackward(), WaitFree(), Buckets(bytes)
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
+from stretto.aggregate.hierarchy import Hierarchy
+from stretto.aggregate.hierarchy.training import SynchronousHierarchy
 from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.by_parameter import ByParameter
 from stretto.compress.codec import Compression
@@ -47,7 +49,7 @@ from stretto.shard.replicated import Replicated
 from stretto.sync.synchronous import Synchronous
 
 ANSWERS: dict[str, tuple[type, ...]] = {
-    "aggregate": (AllReduce,),
+    "aggregate": (AllReduce, Hierarchy),
     "sync": (Synchronous,),
     "compress": (
         NoCompression,
@@ -80,7 +82,7 @@ ANSWERS: dict[str, tuple[type, ...]] = {
 class Strategy:
     """How to train data-parallel. The default is synchronous all-reduce in buckets: exactly large-batch training."""
 
-    aggregate: AllReduce = field(default_factory=AllReduce)
+    aggregate: AllReduce | Hierarchy = field(default_factory=AllReduce)
     sync: Synchronous = field(default_factory=Synchronous)
     compress: Compression = field(default_factory=NoCompression)
     schedule: Schedule = field(default_factory=Buckets)
@@ -120,7 +122,10 @@ class Way(NamedTuple):
     training: type[Training[Any]]
 
 
-WAYS: tuple[Way, ...] = (Way(AllReduce, Synchronous, Replicated, SynchronousAllReduce),)
+WAYS: tuple[Way, ...] = (
+    Way(AllReduce, Synchronous, Replicated, SynchronousAllReduce),
+    Way(Hierarchy, Synchronous, Replicated, SynchronousHierarchy),
+)
 
 
 def _no_way(strategy: Strategy) -> str:

@@ -313,7 +313,7 @@ def test_answers_that_no_training_combines_are_refused(monkeypatch: pytest.Monke
             Strategy(**{axis: kind()})  # type: ignore[arg-type]
         message = str(caught.value)
         assert f"{kind.__name__}()" in message and "no way of training" in message
-        assert "Write one of the combinations that exist: aggregate=AllReduce, sync=Synchronous, shard=Replicated." in message
+        assert "Write one of the combinations that exist: aggregate=AllReduce, sync=Synchronous, shard=Replicated" in message
 
 
 # -- all-reduce: a parameter is complete when its own bucket is --------------------------------------------------------

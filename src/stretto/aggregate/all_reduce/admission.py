@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from stretto.aggregate.all_reduce.value import AllReduce
 from stretto.compress.codec import Compression
 from stretto.errors import ConfigurationError
 from stretto.job import Job
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("stretto")
 
 
-def check_payloads(strategy: Strategy) -> None:
+def check_payloads(strategy: Strategy, all_reduce: AllReduce) -> None:
     """Whether what the compression sends can be combined by the algorithm that was asked for."""
-    algorithm = strategy.aggregate.algorithm
+    algorithm = all_reduce.algorithm
     reason = None if algorithm == "auto" else strategy.compress.refusal(algorithm)
     if reason is not None:
         raise ConfigurationError(
             f"aggregate={strategy.aggregate!r} with compress={strategy.compress!r}: {reason}.\n"
-            f"Write aggregate=AllReduce(), which exchanges payloads in the way that suits them."
+            f"Write AllReduce() in its place, which exchanges payloads in the way that suits them."
         )
 
 

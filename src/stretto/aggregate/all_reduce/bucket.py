@@ -15,7 +15,7 @@ parameters then, and no gradients; `infinite` says whether one that was to be co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -114,9 +114,13 @@ class ReducedBucket(Bucket):
 
 
 def make_buckets(
-    named: Sequence[Named], schedule: Schedule, compress: Compression, native_on: torch.device | None = None
+    named: Sequence[Named],
+    schedule: Schedule,
+    compress: Compression,
+    native_on: torch.device | None = None,
+    owner_of: Callable[[str], int | None] = lambda _: None,
 ) -> list[ReducedBucket]:
-    """The buckets in the order in which they are expected, the closing one last.
+    """The buckets in the order in which they are expected, the closing one last. Parameters of different owners are apart.
 
     `native_on`: the device where torch's own all-reduce wants all that it sends. It needs one order of buckets on all workers, so
     none leaves early."""
@@ -124,7 +128,7 @@ def make_buckets(
         named,
         schedule.first_bucket_bytes,
         schedule.bucket_bytes,
-        lambda name, parameter: compress.for_parameter(name, tuple(parameter.shape)),
+        lambda name, parameter: (compress.for_parameter(name, tuple(parameter.shape)), owner_of(name)),
     )
     precise = (group for group in reversed(groups) if gradient_dtype(group[0][1]) in PRECISE)
     last = next(precise, None) if compress.lossless else None

@@ -18,12 +18,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stretto.collectives.hop import Hop
+from stretto.collectives.group import Group
+from stretto.collectives.message_codec import MessageCodec
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Pending
 from stretto.collectives.staging import Staging
 from stretto.compress.rounds import Collective, Sum, SumInHops, Transpose
 from stretto.job import Job
+from stretto.plan.auto import chosen_for
 
 MOST: Final = 8  # collectives of one bucket in one round
 LARGE_BYTES: Final = 1 << 20  # from here on an all-gather goes round the ring, where everybody sends to one neighbour only
@@ -63,10 +65,11 @@ class DirectExchange:
 
 
 class ExchangeDriver:
-    """Carries out the exchanges of one model."""
+    """Carries out the exchanges of one model, among the members of a group."""
 
-    def __init__(self, job: Job, channel: int, algorithm: str) -> None:
+    def __init__(self, job: Job, group: Group, channel: int, algorithm: str) -> None:
         self._job = job
+        self._group = group
         self._channel = channel
         self._algorithm = algorithm
         self._staging = Staging(kept_buffers=KEPT_BUFFERS)
@@ -90,19 +93,19 @@ class ExchangeDriver:
         if isinstance(asked, Transpose):
             return self._run(Kind.ALL_TO_ALL, asked.rows, "pairwise", name, label)
         if isinstance(asked, SumInHops):
-            return self._run(Kind.ALL_REDUCE, asked.tensor, self._algorithm, name, label, hop=asked.hop)
+            return self._run(Kind.ALL_REDUCE, asked.tensor, self._algorithm, name, label, message_codec=asked.hop)
         row, table = asked.row, asked.into
         if table is None:
-            table = torch.empty((self._job.world_size, *row.shape), dtype=row.dtype, device=row.device)
-        table[self._job.rank] = row
+            table = torch.empty((self._group.size, *row.shape), dtype=row.dtype, device=row.device)
+        table[self._group.rank] = row
         return self._run(Kind.ALL_GATHER, table, "ring" if table.nbytes >= LARGE_BYTES else "direct", name, label)
 
     def _reduce(self, tensor: Tensor, op: str, name: tuple[int, int], label: str, tail: Tensor | None = None) -> _Result:
         algorithm = self._algorithm
         if algorithm == "native":
             return self._reduce_natively(tensor, op, label)
-        if algorithm == "auto" and self._job.world_size > 1:
-            algorithm = self._job.choose(tensor.nbytes)
+        if algorithm == "auto" and self._group.size > 1:
+            algorithm = chosen_for(self._group, "gradients").algorithm(tensor.nbytes)
         return self._run(Kind.ALL_REDUCE, tensor, algorithm, name, label, op=op, tail=tail)
 
     def _reduce_natively(self, tensor: Tensor, op: str, label: str) -> _Result:
@@ -118,12 +121,14 @@ class ExchangeDriver:
         label: str,
         *,
         op: str = "sum",
-        hop: Hop | None = None,
+        message_codec: MessageCodec | None = None,
         tail: Tensor | None = None,
     ) -> _Result:
-        if self._job.world_size > 1:
+        if self._group.size > 1:
             flat, ready, bring_back = self._staging.lend(tensor if tensor.dim() == 1 else tensor.view(-1), tail)
-            yield self._job.start(kind, flat, algorithm, op=op, name=name, ready=ready, label=label, hop=hop)
+            yield self._group.start(
+                kind, flat, algorithm, op=op, name=name, ready=ready, label=label, message_codec=message_codec
+            )
             if bring_back is not None:
                 bring_back()
         return tensor

@@ -34,16 +34,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.aggregate.all_reduce import compression_state
+from stretto.aggregate.all_reduce import AllReduce, compression_state
 from stretto.aggregate.all_reduce.admission import check_compression, check_native, check_payloads, warn_of_lost_gradients
 from stretto.aggregate.all_reduce.bucket import INFINITE, Notes, ReducedBucket, make_buckets
 from stretto.aggregate.all_reduce.compression_thread import CompressionThread
 from stretto.aggregate.all_reduce.exchange import MOST, DirectExchange, ExchangeDriver, Mean, Steps, UnderWay
 from stretto.aggregate.all_reduce.sparse import exchange_sparse
 from stretto.aggregate.all_reduce.unplaced import combine_unplaced
+from stretto.collectives.group import Group
 from stretto.compress.draw import Draw
 from stretto.compress.kept_memory import KeptMemory
 from stretto.compress.rounds import Turn
+from stretto.compress.state import State
 from stretto.engine.bucket import gradient_dtype
 from stretto.engine.finite import FiniteCheck
 from stretto.engine.state import copy_buffers, copy_by
@@ -61,6 +63,7 @@ from stretto.engine.training import (
 from stretto.engine.watch import Watch
 from stretto.errors import BackwardFailed
 from stretto.job import Job
+from stretto.plan.auto import chosen_for
 
 if TYPE_CHECKING:
     from stretto.strategy import Strategy
@@ -72,14 +75,16 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
         super().__init__(strategy, job, setting)
         self._strategy, self._job, self._setting = strategy, job, setting
-        self._algorithm = strategy.aggregate.algorithm
+        self._group, self._algorithm = self._find_group()
         compress = strategy.compress
         self._is_lossy = not compress.lossless
         self.engaged = job.world_size > 1 or self._is_lossy
         self.buckets: list[ReducedBucket] = []
         self._remembered: tuple[TensorsByName, TensorsByName] = ({}, {})  # of parameters without a bucket: they may get one again
         self._finite = FiniteCheck() if setting.check_finite else None
-        self._driver = ExchangeDriver(job, setting.channel, self._algorithm)
+        channel = self._make_channel()
+        self._channels = {setting.channel, channel}  # of all collectives of this model
+        self._driver = ExchangeDriver(job, self._group, channel, self._algorithm)
         self._thread: CompressionThread | None = None
         self._infinite = False  # a gradient of this round that was to be compressed
         self._sequence = 0  # of this model's collectives: its next number
@@ -88,21 +93,35 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             self.no_second_mean = f"compress={compress!r}"
             if compress.no_abstention is not None:
                 self.no_join = f"compress={compress!r}: {compress.no_abstention} (ErrorFeedback(Sign()) can)"
-            self._thread = CompressionThread()
-            job.threads.add(self._thread)
             if job.rank == 0:
                 warn_of_lost_gradients(setting.model, compress)
-        if self._algorithm == "auto" and job.world_size > 1:
-            job.choose(0, "distribute()")
+        if self._computes:
+            self._thread = CompressionThread()
+            job.threads.add(self._thread)
+        if self._algorithm == "auto" and self._group.size > 1:
+            chosen_for(self._group, "distribute()")
+
+    def _find_group(self) -> tuple[Group, str]:
+        """The workers among which buckets are exchanged, and by which algorithm."""
+        return self._job.world, _all_reduce_of(self._strategy).algorithm
+
+    def _make_channel(self) -> int:
+        """The channel of these exchanges."""
+        return self._setting.channel
+
+    @property
+    def _computes(self) -> bool:
+        """Whether something is computed between the collectives of an exchange, which takes a thread."""
+        return self._is_lossy
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
-        check_payloads(strategy)
+        check_payloads(strategy, _all_reduce_of(strategy))
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
         check_compression(model, optimizers, strategy)
-        if strategy.aggregate.algorithm == "native" and job.world_size > 1:
+        if _all_reduce_of(strategy).algorithm == "native" and job.world_size > 1:
             check_native(strategy, job)
 
     def close(self) -> None:
@@ -114,13 +133,16 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     def arrange(self, dense: Sequence[Named], sparse: Sequence[Named]) -> Sequence[ReducedBucket]:
         """What compressions remember belongs to parameters, wherever these lie now."""
         before = self._state()
-        native_on = self._job.device if self._algorithm == "native" else None
-        self.buckets = make_buckets(dense, self._strategy.schedule, self._strategy.compress, native_on)
+        self.buckets = self._make_buckets(dense)
         self._restore(before)
         self._sparse = sparse
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._label = f" for gradients of {self._setting.name}, layout {_digest(self.buckets, sparse):08x}"
         return self.buckets
+
+    def _make_buckets(self, dense: Sequence[Named]) -> list[ReducedBucket]:
+        native_on = self._job.device if self._algorithm == "native" else None
+        return make_buckets(dense, self._strategy.schedule, self._strategy.compress, native_on)
 
     def adopt(self, new: Sequence[Tensor], found: Sequence[Named]) -> None:
         copy_by(partial(self._broadcast, f" of new parameters{self._label}"), new)
@@ -130,7 +152,8 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             exchange_sparse(self._job, [(name, p) for name, p in found if p in sparse], weight, combined_weight)
 
     def before_forward(self, buffers: Watch | None, *, saved: bool) -> None:
-        self._job.whereabouts.claim(self._setting.channel)  # on a GPU, backward waits in a thread of autograd's
+        for channel in self._channels:  # on a GPU, backward waits in a thread of autograd's
+            self._job.whereabouts.claim(channel)
         if buffers is not None and self._job.world_size > 1:
             broadcast = partial(self._broadcast, f" of the buffers of {self._setting.name}, for a forward in training mode")
             copy_buffers(self._job, buffers, broadcast, saved=saved)
@@ -170,14 +193,17 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             failed, present = participation is Participation.FAILED, participation is not Participation.ABSENT
             bucket.write(Notes(weight, float(late), float(failed), float(present)), self._noted_use(bucket))
         if bucket.state is not None:
-            state = bucket.state.of_absent() if participation is Participation.ABSENT else bucket.state
-            draw = Draw.of_round(state.rounds, self._job.rank)
-            world_size = self._job.world_size
-            bucket.turn = Turn(bucket.layout, state, draw, self._job.rank, world_size, self._algorithm, bucket.kept, weight)
+            bucket.turn = self._turn(bucket, bucket.state, participation, weight)
         bucket.sent = True
         label = self._label + self._loop_label(participation) if bucket is self.closing else self._label
         first_number = self._sequence + bucket.number * self._numbers_per_bucket
         self._begin(bucket, self._exchange(bucket, first_number, label))
+
+    def _turn(self, bucket: ReducedBucket, state: State, participation: Participation, weight: float) -> Turn | None:
+        """What this worker's codec begins the bucket's exchange with."""
+        state = state.of_absent() if participation is Participation.ABSENT else state
+        draw, group = Draw.of_round(state.rounds, self._group.rank), self._group
+        return Turn(bucket.layout, state, draw, group.rank, group.size, self._algorithm, bucket.kept, weight)
 
     def _noted_use(self, bucket: ReducedBucket) -> Sequence[bool]:
         if self._is_lossy:
@@ -199,28 +225,30 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             return
         if not self._job.is_here:  # the thread that would take it along is the parent's
             self._job.check_usable()
-        self._job.whereabouts.carrying(self._setting.channel, 1)
+        for channel in self._channels:
+            self._job.whereabouts.carrying(channel, 1)
         bucket.exchange = self._thread.submit(self._carried(under_way), bucket.flat.device)
 
     def _carried(self, under_way: UnderWay) -> UnderWay:
         try:
             yield from under_way
         finally:
-            self._job.whereabouts.carrying(self._setting.channel, -1)
+            for channel in self._channels:
+                self._job.whereabouts.carrying(channel, -1)
 
     def _exchange(self, bucket: ReducedBucket, number: int, label: str) -> UnderWay:
         """One bucket's way from this worker's gradients to the mean over all workers."""
         if self._is_lossy:
             return self._checked_exchange(bucket, number, label)
-        return self._driver.drive(_mean(bucket), number, label)
+        return self._combine(bucket, bucket.on_wire, number, label)
 
     def _checked_exchange(self, bucket: ReducedBucket, number: int, label: str) -> UnderWay:
         """The same where some gradients are compressed: their values must be finite, and the closing bucket says if not."""
         if bucket is self.closing:  # by now the thread has seen the values of all other buckets
             bucket.tail[INFINITE] = float(self._infinite)
-            yield from self._driver.drive(_mean(bucket), number, label)
+            yield from self._combine(bucket, bucket.on_wire, number, label)
             return
-        values = bucket.on_wire if bucket.turn is None else _in_float32(bucket)
+        values = bucket.on_wire if bucket.state is None else _in_float32(bucket)
         scaler = self._setting.scaler
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         if not _is_finite(values):
@@ -228,16 +256,20 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             values.zero_()
         if scale != 1.0:
             values.mul_(1.0 / scale)
-        steps: Steps = _mean(bucket) if bucket.turn is None else bucket.compression.exchange(values, bucket.turn)
-        yield from self._driver.drive(steps, number, label)
+        yield from self._combine(bucket, values, number, label)
         if scale != 1.0:
             values.mul_(scale)
-        if bucket.turn is not None and bucket.flat.dtype is not torch.float32:
+        if bucket.state is not None and bucket.flat.dtype is not torch.float32:
             bucket.gradients.copy_(values)
+
+    def _combine(self, bucket: ReducedBucket, values: Tensor, number: int, label: str) -> UnderWay:
+        """Replace `values`, which are this worker's, by the mean over all workers."""
+        steps: Steps = _mean(bucket) if bucket.turn is None else bucket.compression.exchange(values, bucket.turn)
+        return self._driver.drive(steps, number, label)
 
     @property
     def _numbers_per_bucket(self) -> int:
-        return MOST if self._is_lossy else 1
+        return MOST if self._computes else 1
 
     # -- the end of a round -------------------------------------------------------------------------------------------
 
@@ -267,14 +299,14 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         """Wait for every bucket, also when one fails: the memory of the others is not free before. Then raise the first error."""
         begin_ns, first = time.perf_counter_ns(), None
         try:
-            with self._job.whereabouts.waiting(self._setting.channel) if self._is_lossy else nullcontext():
+            with self._job.whereabouts.waiting(self._setting.channel) if self._computes else nullcontext():
                 for bucket in self.buckets:
                     try:
                         assert bucket.exchange is not None
                         bucket.exchange.wait()
                     except Exception as error:  # also a raw one, of a user's codec
                         first = first or error
-            if self._is_lossy:  # otherwise what is waited for counts by itself
+            if self._computes:  # otherwise what is waited for counts by itself
                 self._job.ledger.count_wait(time.perf_counter_ns() - begin_ns)
             if first is not None:
                 raise first
@@ -406,13 +438,18 @@ class SynchronousAllReduce(Training[ReducedBucket]):
 
     def _restore(self, state: TrainingState) -> None:
         """The buckets must be fresh."""
-        compression_state.restore(self.buckets, state, self._job.rank, self._job.world_size)
+        compression_state.restore(self.buckets, state, self._group.rank, self._group.size)
         here = {name for bucket in self.buckets for name in bucket.names}
         own, shared = ({name: kinds for name, kinds in part.items() if name not in here} for part in (state.own, state.shared))
         self._remembered = (own, shared)
 
     def shared_out(self, everybody: Sequence[TensorsByName]) -> TensorsByName:
         return compression_state.mean_of(everybody, self._job.world_size)
+
+
+def _all_reduce_of(strategy: Strategy) -> AllReduce:
+    assert isinstance(strategy.aggregate, AllReduce), "another way of training"
+    return strategy.aggregate
 
 
 def _mean(bucket: ReducedBucket) -> Steps:
