@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -202,10 +203,13 @@ def test_parameters_are_shared_out_evenly_and_keep_their_owner() -> None:
 @pytest.mark.parametrize("inner", ["native", "ring"])
 @pytest.mark.parametrize("compress", [NoCompression(), SIGN], ids=repr)
 def test_a_worker_that_dies_is_named_on_both_hosts(inner: str, compress: Compression) -> None:
+    everybody = threading.Barrier(4, timeout=60)  # a worker may be done with a round before the others are
+
     def program(job: Job) -> str:
         model = mlp().float()
         optimizer = start(job, model, two_levels(compress, inner))
         take_step(model, job, optimizer)
+        everybody.wait()
         if job.rank == 3:
             assert job.wire is not None
             job.wire.abandon()

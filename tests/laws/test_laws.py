@@ -175,6 +175,7 @@ def bytes_of(bucket: Bucket, job_rank: int, size: int, algorithm: str, label: st
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_law_8_bytes_on_the_wire_equal_the_formula(strategy: Strategy, size: int) -> None:
     for rank, run in enumerate(together("mlp", strategy, size, FEW)):
+        assert isinstance(strategy.aggregate, AllReduce)
         algorithm = strategy.aggregate.algorithm
         expected = sum(bytes_of(bucket, rank, size, algorithm, "") for bucket in run.buckets)
         assert run.bytes_sent == [expected] * FEW

@@ -83,10 +83,10 @@ class PutAside:
 
 def has_nonzero(gradients: Iterable[Tensor | None]) -> bool:
     """Whether a step would use any of these. Zeros are as good as none: the same on all workers."""
-    return any(gradient is not None and bool((dense_values(gradient) != 0).any()) for gradient in gradients)
+    return any(gradient is not None and bool((_dense_values(gradient) != 0).any()) for gradient in gradients)
 
 
-def dense_values(gradient: Tensor) -> Tensor:
+def _dense_values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

@@ -22,10 +22,8 @@ stay equal.
 
 from __future__ import annotations
 
-import math
 import time
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,20 +34,18 @@ from torch.optim import Optimizer
 
 from stretto.aggregate.all_reduce import AllReduce, compression_state
 from stretto.aggregate.all_reduce.admission import check_compression, check_native, check_payloads, warn_of_lost_gradients
-from stretto.aggregate.all_reduce.bucket import INFINITE, Notes, ReducedBucket, make_buckets
+from stretto.aggregate.all_reduce.bucket import INFINITE, Notes, ReducedBucket, layout_digest, make_buckets
 from stretto.aggregate.all_reduce.compression_thread import CompressionThread
 from stretto.aggregate.all_reduce.exchange import MOST, DirectExchange, ExchangeDriver, Mean, Steps, UnderWay
 from stretto.aggregate.all_reduce.sparse import exchange_sparse
 from stretto.aggregate.all_reduce.unplaced import combine_unplaced
 from stretto.collectives.group import Group
 from stretto.compress.draw import Draw
-from stretto.compress.kept_memory import KeptMemory
 from stretto.compress.rounds import Turn
 from stretto.compress.state import State
 from stretto.engine.bucket import gradient_dtype
-from stretto.engine.finite import FiniteCheck
+from stretto.engine.finite import FiniteCheck, is_finite
 from stretto.engine.state import copy_buffers, copy_by
-from stretto.engine.stepping import dense_values
 from stretto.engine.training import (
     Named,
     Participation,
@@ -137,7 +133,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         self._restore(before)
         self._sparse = sparse
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
-        self._label = f" for gradients of {self._setting.name}, layout {_digest(self.buckets, sparse):08x}"
+        self._label = f" for gradients of {self._setting.name}, layout {layout_digest(self.buckets, sparse):08x}"
         return self.buckets
 
     def _make_buckets(self, dense: Sequence[Named]) -> list[ReducedBucket]:
@@ -179,7 +175,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             if not bucket.sent:
                 self._send(bucket, end.participation, late=bool(end.late))
         if self._is_lossy:
-            self._infinite |= not all(_is_finite(dense_values(p.grad)) for _, p in self._sparse if p.grad is not None)
+            self._infinite |= not all(is_finite(p.grad) for _, p in self._sparse if p.grad is not None)
         self._send(self.closing, end.participation, late=bool(end.late))
 
     def _send(self, bucket: ReducedBucket, participation: Participation, *, late: bool) -> None:
@@ -248,10 +244,10 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             bucket.tail[INFINITE] = float(self._infinite)
             yield from self._combine(bucket, bucket.on_wire, number, label)
             return
-        values = bucket.on_wire if bucket.state is None else _in_float32(bucket)
+        values = bucket.on_wire if bucket.state is None else bucket.in_float32()
         scaler = self._setting.scaler
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        if not _is_finite(values):
+        if not is_finite(values):
             self._infinite = True
             values.zero_()
         if scale != 1.0:
@@ -462,27 +458,3 @@ def _weigh(gradient: Tensor, weight: float) -> None:
         gradient.zero_()  # not times 0: the mean over an empty batch is NaN
     else:
         gradient.mul_(weight)
-
-
-def _in_float32(bucket: ReducedBucket) -> Tensor:
-    """The gradients themselves, or a copy in memory that is kept with the bucket."""
-    gradients = bucket.gradients
-    if gradients.dtype is torch.float32:
-        return gradients
-    memory: KeptMemory = bucket.kept.setdefault(KeptMemory, KeptMemory())
-    return memory.empty(len(gradients), torch.float32, gradients.device).copy_(gradients)
-
-
-def _is_finite(values: Tensor) -> bool:
-    """In one pass: the largest magnitude is infinite or not a number if any value is."""
-    if values.numel() == 0:
-        return True
-    if not (values.is_floating_point() or values.is_complex()):
-        return True
-    return math.isfinite(float(torch.linalg.vector_norm(values, math.inf)))
-
-
-def _digest(buckets: Iterable[ReducedBucket], sparse: Sequence[Named]) -> int:
-    """A checksum of which parameter lies where: workers with different layouts must not add one's gradients to another's."""
-    places = [f"{bucket.number} {name} {view.shape} {view.stride()}" for bucket in buckets for name, view in bucket.named_views]
-    return zlib.crc32("\n".join([*places, *(name for name, _ in sparse)]).encode())
