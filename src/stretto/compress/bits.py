@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
 
@@ -39,6 +38,8 @@ class Payload(NamedTuple):
 
 def num_bytes(blocks: Blocks, bits: int, scales: int) -> int:
     """`scales`: how many float32 each block has in the header."""
+    if bits == 8:
+        return 4 * scales * len(blocks) + blocks.num_elements
     return 4 * scales * len(blocks) + int(_widths(blocks, bits).sum())
 
 
@@ -64,9 +65,10 @@ def check(outcome: int) -> None:
         raise MalformedPayload(_WORDS[outcome])
 
 
-def runs_compiled(tensor: Tensor) -> bool:
-    """Whether a CPU kernel may take it."""
-    return tensor.device.type == "cpu" and has_numba()
+def check_scales(scales: Tensor) -> None:
+    """Those that are magnitudes."""
+    if not (scales.isfinite() & (scales >= 0)).all():
+        check(BAD_SCALE)
 
 
 def pack(fields: Tensor, blocks: Blocks, bits: int) -> Tensor:

@@ -25,13 +25,14 @@ codec says how its payloads may be combined, and the exchange follows from that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from stretto.collectives.hop import Hop
 from stretto.compress import exchange
+from stretto.compress.backend import Backend
 from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.rounds import Steps, Turn
@@ -132,3 +133,60 @@ class Codec(Compression):
         if self.payload_dtype is not None or (self.hop() is not None and algorithm in exchange.HOP_ALGORITHMS):
             return None
         return f"the payloads of {self!r} do not add up, and {algorithm!r} adds what it carries"
+
+
+Encoder = Backend[[Any, Tensor, Blocks, Draw, bool], Tensor]  # codec, values, blocks, draw, whether to leave the residual
+Decoder = Backend[[Any, Tensor, Blocks, Tensor, bool], None]  # codec, payload, blocks, out, whether to add to it or replace it
+
+
+class KernelCodec(Codec):
+    """A codec that has kernels. Most subclasses write `encoder, decoder = with_kernels("name")`."""
+
+    __slots__ = ()
+    encoder: ClassVar[Encoder]
+    decoder: ClassVar[Decoder]
+
+    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        return self.encoder.on(values.device)(self, values, blocks, draw, False)
+
+    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        return self.encoder.on(values.device)(self, values, blocks, draw, True)
+
+    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+        out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
+        self.decoder.on(payload.device)(self, payload, blocks, out, False)
+        return out
+
+    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
+        self.decoder.on(payload.device)(self, payload, blocks, total, True)
+
+
+class InTorch(Protocol):
+    """The two functions of a codec in plain torch: what its kernels are compared with."""
+
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor: ...
+
+    def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor: ...
+
+
+def with_kernels(name: str) -> tuple[Encoder, Decoder]:
+    """For a codec that is `InTorch`: its own functions, and `encode` and `decode` of kernels/{name}_cpu.py and {name}_cuda.py."""
+    return (
+        Backend(_encode_in_torch, f"{name}_cpu.encode", f"{name}_cuda.encode"),
+        Backend(_decode_in_torch, f"{name}_cpu.decode", f"{name}_cuda.decode"),
+    )
+
+
+def _encode_in_torch(codec: InTorch, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+    payload = codec.encode_in_torch(values, blocks, draw)
+    if residual:
+        values.sub_(codec.decode_in_torch(payload, blocks))
+    return payload
+
+
+def _decode_in_torch(codec: InTorch, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    decoded = codec.decode_in_torch(payload, blocks)
+    if adding:
+        out.add_(decoded)
+    else:
+        out.copy_(decoded)

@@ -35,10 +35,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.compress.backend import accelerated
 from stretto.compress.codec import Compression
 from stretto.compress.dense_momentum import OPTIMIZER, VELOCITY, DenseMomentum, check_momentum, clip_each, is_number
 from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.rounds import Gather, Steps, Turn
 from stretto.compress.run_length import decode_sparse, encode_sparse, max_bytes
@@ -128,17 +128,12 @@ def accumulate(g: Tensor, own: Section, momentum: float, nesterov: bool) -> Memo
     """The memory that follows once this gradient is in it; it is written where the next round will find it."""
     before = Memory(own.flat(VELOCITY), own.flat(ACCUMULATED))
     after = Memory(own.next_flat(VELOCITY), own.next_flat(ACCUMULATED))
-    if g.device.type == "cpu" and has_numba():
-        from stretto.compress.kernels import dgc_cpu
-
-        kernel = dgc_cpu.accumulate_nesterov if nesterov else dgc_cpu.accumulate
-        kernel(*(x.numpy() for x in (g, *before, torch.tensor([momentum], dtype=torch.float32, device="cpu"), *after)))
-    else:
-        accumulate_reference(g, before, momentum, nesterov, after)
+    write_accumulated(g, before, momentum, nesterov, after)
     return after
 
 
-def accumulate_reference(g: Tensor, before: Memory, momentum: float, nesterov: bool, after: Memory) -> None:
+@accelerated(cpu="dgc_cpu.accumulate")
+def write_accumulated(g: Tensor, before: Memory, momentum: float, nesterov: bool, after: Memory) -> None:
     if nesterov:
         torch.add(before.u, g, out=after.u).clamp_(-LARGEST, LARGEST).mul_(momentum)
     else:

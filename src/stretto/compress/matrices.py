@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,10 +84,6 @@ class Matrices:
     def factors(self, left: Tensor, right: Tensor) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
         """Each matrix with its P^T and its Q^T."""
         return zip(self.each, cut(left, self.lefts), cut(right, self.rights), strict=True)
-
-    def table(self) -> Any:
-        """Shapes as a kernel takes them."""
-        return torch.tensor([(m.r, m.a, m.b) for m in self.each], dtype=torch.int64, device="cpu").view(-1, 3).numpy()
 
 
 def _batches(each: Sequence[Matrix]) -> list[Batch]:

@@ -34,9 +34,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from stretto.compress.backend import accelerated
 from stretto.compress.codec import Compression
 from stretto.compress.exchange import bytes_of_sum
-from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Layout, Place
 from stretto.compress.matrices import Matrices, Matrix
 from stretto.compress.none import NoCompression
@@ -130,49 +130,30 @@ def _remember(right: Tensor, matrices: Matrices, turn: Turn) -> None:
         turn.state.shared.set_next(Q, m.name, q)
 
 
+@accelerated(cpu="low_rank_cpu.times_right")
 def times_right(values: Tensor, right: Tensor, matrices: Matrices, left: Tensor) -> None:
     """Every M Q into `left`."""
-    if _has_kernels(values):
-        from stretto.compress.kernels import low_rank_cpu
-
-        low_rank_cpu.times_right(values.numpy(), right.numpy(), matrices.table(), left.numpy())
-        return
     for batch in matrices.batches:
         torch.bmm(batch.q(right), batch.m(values).mT, out=batch.p(left))
 
 
+@accelerated(cpu="low_rank_cpu.times_left")
 def times_left(values: Tensor, left: Tensor, matrices: Matrices, right: Tensor) -> None:
     """Every M^T P into `right`."""
-    if _has_kernels(values):
-        from stretto.compress.kernels import low_rank_cpu
-
-        low_rank_cpu.times_left(values.numpy(), left.numpy(), matrices.table(), right.numpy())
-        return
     for batch in matrices.batches:
         torch.bmm(batch.p(left), batch.m(values), out=batch.q(right))
 
 
+@accelerated(cpu="low_rank_cpu.multiply")
 def multiply(left: Tensor, right: Tensor, matrices: Matrices, out: Tensor) -> None:
-    """Every P Q^T into `out`. On a CPU with the same bits whatever its instructions are, which a BLAS does not promise."""
-    if _has_kernels(out):
-        from stretto.compress.kernels import low_rank_cpu
-
-        low_rank_cpu.multiply(left.numpy(), right.numpy(), matrices.table(), out.numpy())
-    elif out.device.type == "cpu":
-        multiply_reference(left, right, matrices, out)
-    else:
+    """Every P Q^T into `out`. On a CPU with the same bits whatever its instructions are, which a BLAS does not promise:
+    products are rounded before they are added, from the left."""
+    if out.device.type != "cpu":
         for batch in matrices.batches:
             torch.bmm(batch.p(left).mT, batch.q(right), out=batch.m(out))
-
-
-def multiply_reference(left: Tensor, right: Tensor, matrices: Matrices, out: Tensor) -> None:
-    """Products are rounded before they are added, from the left."""
+        return
     for m, p, q in matrices.factors(left, right):
         whole = m.of(out)
         torch.mul(p[0][:, None], q[0], out=whole)
         for k in range(1, m.r):
             whole.add_(p[k][:, None] * q[k])
-
-
-def _has_kernels(values: Tensor) -> bool:
-    return values.device.type == "cpu" and has_numba()

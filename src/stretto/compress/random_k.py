@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress import sparse_format
+from stretto.compress.backend import accelerated
 from stretto.compress.codec import Codec
 from stretto.compress.draw import GOLDEN, Draw, mix_tensor
 from stretto.compress.layout import Blocks, Layout
@@ -118,17 +119,7 @@ class RandomK(Codec):
 
 def places(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> Tensor:
     """The places of `counts[b]` elements of each block, drawn by `draw.shared`; distinct, in order of blocks, else unordered."""
-    if not sparse_format.kernels_run_on(device):
-        return places_reference(blocks, counts, draw, device)
-    from stretto.compress.kernels import sparse_cpu
-
-    rows, columns = grid(blocks.lengths)
-    out = torch.empty(int(counts.sum()), dtype=torch.int64, device="cpu")
-    bases = mix_tensor(blocks.keys ^ draw.shared).to(torch.int32)
-    sparse_cpu.draw(
-        blocks.bounds.numpy(), counts.numpy(), rows.numpy(), columns.numpy(), sparse_format.bits_of(bases), out.numpy()
-    )
-    return out
+    return drawn.on(device)(blocks, counts, draw, device)
 
 
 def grid(lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +128,8 @@ def grid(lengths: Tensor) -> tuple[Tensor, Tensor]:
     return rows, (lengths + rows - 1) // rows
 
 
-def places_reference(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> Tensor:
+@accelerated(cpu="sparse_cpu.places")
+def drawn(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> Tensor:
     (bounds, block_keys), first = blocks.on(device), (counts.cumsum(0) - counts).to(device)
     blocks_of = torch.arange(len(blocks), device=device, dtype=torch.int64)
     numbers = torch.repeat_interleave(blocks_of, counts.to(device), output_size=int(counts.sum()))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress import sparse_format
+from stretto.compress.backend import accelerated
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
@@ -69,24 +70,9 @@ class Threshold(Codec):
         return chosen
 
 
+@accelerated(cpu="top_k_cpu.at_least")
 def at_least(values: Tensor, floor: int, blocks: Blocks) -> tuple[Chosen, Form]:
     """All elements whose magnitude has at least these bits, and how they are written."""
-    if not sparse_format.kernels_run_on(values.device):
-        return at_least_reference(values, floor, blocks)
-    import numpy as np
-
-    from stretto.compress.kernels import top_k_cpu
-
-    bits, least = sparse_format.bits_of(values), np.uint32(floor)
-    counts = torch.empty(len(blocks), dtype=torch.int64, device="cpu")
-    top_k_cpu.count_at_least(bits, blocks.bounds.numpy(), least, counts.numpy())
-    room = int(counts.sum()) + top_k_cpu.GROUP
-    places, found = torch.empty(room, dtype=torch.int64, device="cpu"), torch.empty(room, dtype=torch.float32, device="cpu")
-    count = top_k_cpu.list_at_least(bits, least, places.numpy(), sparse_format.bits_of(found))
-    return Chosen(places[:count], found[:count]), Form.listed(blocks, counts)
-
-
-def at_least_reference(values: Tensor, floor: int, blocks: Blocks) -> tuple[Chosen, Form]:
     places = (values.view(torch.int32) & MAGNITUDE >= floor).nonzero().flatten()
     bounds, _ = blocks.on(values.device)
     return Chosen(places, values[places]), Form.listed(blocks, torch.searchsorted(places, bounds).diff().cpu())

@@ -13,7 +13,7 @@ The same bytes as the reference, but for a mean's last bit where two orders of a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import bits
+from stretto.compress.draw import Draw
 from stretto.compress.kernels.bits_cuda import BAD_PADDING, BAD_SCALE, field_at, pack
 from stretto.compress.kernels.cut_cuda import Cut, cut_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
@@ -28,6 +29,9 @@ from stretto.compress.kernels.int8_cuda import word_at
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
+
+if TYPE_CHECKING:
+    from stretto.compress.one_bit import OneBit
 
 AT_A_TIME = 256  # sums of pieces that are added up at a time
 
@@ -74,7 +78,7 @@ def _pieces(blocks: Blocks, cut: Cut) -> RowPieces:
     )
 
 
-def encode(values: Tensor, blocks: Blocks, residual: bool) -> Tensor:
+def encode(codec: OneBit, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
     """With `residual`, `values` becomes what was not said."""
     cut, header = cut_of(blocks, values.device), 8 * len(blocks)
     payload = torch.empty(header + cut.num_packed, dtype=torch.uint8, device=values.device)
@@ -94,18 +98,18 @@ def encode(values: Tensor, blocks: Blocks, residual: bool) -> Tensor:
     return payload
 
 
-def decode(payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> int:
-    """Write to `out`, or add to it. What `bits.check` takes. Waits for the device."""
+def decode(codec: OneBit, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    """Waits for the device."""
     cut = cut_of(blocks, out.device)
     if len(payload) != 8 * len(blocks) + cut.num_packed:
         raise MalformedPayload(f"{len(payload)} bytes came where {8 * len(blocks) + cut.num_packed} must")
     if not len(blocks):
-        return bits.FINE
+        return
     pieces, problem = row_pieces_of(blocks, cut), new_flag(out.device)
     _decode[pieces.grid](
         payload, out, problem, *pieces.columns, pieces.owners, len(pieces.owners), len(blocks), ADDING=adding, **pieces.shape
     )
-    return wait_for(problem, out.device)
+    bits.check(wait_for(problem, out.device))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Orthonormal vectors on a GPU: the bits of `orthogonal.orthonormalise_reference`, in one launch and with no waiting.
+"""Orthonormal vectors on a GPU: the bits of the reference in `orthogonal.py`, in one launch and with no waiting.
 
 A program takes one tensor, of which it keeps a copy in float64 in the device's memory, and one vector x_j after the other:
 
@@ -80,7 +80,7 @@ def orthonormalise(flat: Tensor, shapes: Shapes) -> Tensor:
             num_warps=plan.columns // 32, enable_fp_fusion=False,
         )  # fmt: skip
     for r, n, _, start, _, first in plan.too_large:
-        lost[first : first + r] = orthogonal.orthonormalise_reference(flat[start : start + r * n], ((r, n),))
+        lost[first : first + r] = orthogonal.orthonormalise.reference(flat[start : start + r * n], ((r, n),))
     return lost
 
 

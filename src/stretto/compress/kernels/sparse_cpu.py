@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from stretto.compress.draw import GOLDEN, MULTIPLY_1, MULTIPLY_2
+from stretto.compress.draw import GOLDEN, MULTIPLY_1, MULTIPLY_2, Draw, mix_tensor
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.layout import Blocks
+from stretto.compress.random_k import grid
+from stretto.compress.sparse_format import PROBLEMS, Chosen, Form, bits_of, check_length, words_of
+from stretto.errors import MalformedPayload
 
 Array = Any  # numpy.ndarray, whose dtype and shape mean nothing to Numba's callers
 
@@ -18,8 +24,45 @@ HALF, LAST = np.uint32(16), np.uint32(15)
 ROUNDS = 4
 
 
+def write(chosen: Chosen, form: Form) -> Tensor:
+    payload = torch.empty(form.num_bytes, dtype=torch.uint8, device="cpu")
+    words, bitmaps = bits_of(words_of(payload)), payload[sum(form.sections[:3]) :]
+    _write(chosen.places.numpy(), bits_of(chosen.values), *_described(form), words, bitmaps.numpy())
+    return payload
+
+
+def read(payload: Tensor, form: Form) -> Chosen:
+    check_length(payload, form)
+    words, bitmaps = words_of(payload), payload[sum(form.sections[:3]) :].contiguous()
+    where = torch.empty(form.num_chosen, dtype=torch.int64, device="cpu")
+    problem = _read(bits_of(words), bitmaps.numpy(), *_described(form), where.numpy())
+    if problem:
+        raise MalformedPayload(PROBLEMS[problem - 1])
+    first = sum(form.sections[:2]) // 4
+    return Chosen(where, words[first : first + len(where)].view(torch.float32))
+
+
+def _described(form: Form) -> tuple[Array, Array, Array]:
+    return form.blocks.bounds.numpy(), form.counts.numpy(), form.bitmapped.numpy()
+
+
+def add(chosen: Chosen, total: Tensor) -> None:
+    _add_at(total.numpy(), chosen.places.numpy(), chosen.values.numpy())
+
+
+def erase(where: Tensor, values: Tensor) -> None:
+    _erase_at(values.numpy(), where.numpy())
+
+
+def places(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> Tensor:
+    (rows, columns), out = grid(blocks.lengths), torch.empty(int(counts.sum()), dtype=torch.int64, device="cpu")
+    bases = bits_of(mix_tensor(blocks.keys ^ draw.shared).to(torch.int32))
+    _draw(blocks.bounds.numpy(), counts.numpy(), rows.numpy(), columns.numpy(), bases, out.numpy())
+    return out
+
+
 @compiled
-def write(places: Array, values: Array, bounds: Array, counts: Array, bitmapped: Array, words: Array, bitmaps: Array) -> None:
+def _write(places: Array, values: Array, bounds: Array, counts: Array, bitmapped: Array, words: Array, bitmaps: Array) -> None:
     """Fill the sections counts, indices and values in `words`, and `bitmaps`."""
     index, value = _sections(counts, bitmapped)
     listed, place, byte = 0, 0, 0
@@ -43,7 +86,7 @@ def write(places: Array, values: Array, bounds: Array, counts: Array, bitmapped:
 
 
 @compiled
-def read(words: Array, bitmaps: Array, bounds: Array, counts: Array, bitmapped: Array, places: Array) -> int:
+def _read(words: Array, bitmaps: Array, bounds: Array, counts: Array, bitmapped: Array, places: Array) -> int:
     """Write the chosen elements' places; 0, or the number of the problem. The sections are as long as they must be."""
     index, value = _sections(counts, bitmapped)
     listed, place, byte = 0, 0, 0
@@ -115,20 +158,20 @@ def _any_not_finite(values: Array) -> bool:
 
 
 @compiled
-def add_at(total: Array, places: Array, values: Array) -> None:
+def _add_at(total: Array, places: Array, values: Array) -> None:
     for i in range(len(places)):
         total[places[i]] += values[i]
 
 
 @compiled
-def erase_at(values: Array, places: Array) -> None:
+def _erase_at(values: Array, places: Array) -> None:
     for i in range(len(places)):
         values[places[i]] = 0.0
 
 
 @compiled
-def draw(bounds: Array, counts: Array, rows: Array, columns: Array, bases: Array, places: Array) -> None:
-    """`random_k.places_reference`, block by block: permute all, then go on with the few that left the block."""
+def _draw(bounds: Array, counts: Array, rows: Array, columns: Array, bases: Array, places: Array) -> None:
+    """The reference in `random_k.py`, block by block: permute all, then go on with the few that left the block."""
     keys = np.empty(ROUNDS + 1, np.uint32)
     place = 0
     for b in range(len(counts)):

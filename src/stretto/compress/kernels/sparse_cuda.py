@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -19,17 +21,22 @@ from stretto.compress.kernels.top_k_cuda import INDICES, Plan, plan_of
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
 
+if TYPE_CHECKING:
+    from stretto.compress.top_k import TopK
+
 INFINITE = tl.constexpr(0x7F800000)
 BAD_COUNT, BAD_INDEX, BAD_PADDING = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # places in sparse_format.PROBLEMS
 BAD_BITMAP, NOT_FINITE = tl.constexpr(4), tl.constexpr(5)
 
 
-def add_decoded(payload: Tensor, blocks: Blocks, fraction: float, total: Tensor) -> None:
-    """Add the chosen elements to `total`, which is of no use if the payload is refused. Waits for the device."""
-    plan = plan_of(fraction, blocks, total.device)
+def decode(codec: TopK, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    """If the payload is refused, `out` is of no use. Waits for the device."""
+    plan = plan_of(codec.fraction, blocks, out.device)
     if len(payload) != plan.num_bytes:
         raise MalformedPayload(f"{len(payload)} bytes, not {plan.num_bytes}")
-    problem = _added(payload, plan, total) if len(blocks) else 0
+    if not adding:
+        out.zero_()
+    problem = _added(payload, plan, out) if len(blocks) else 0
     if problem:
         raise MalformedPayload(sparse_format.PROBLEMS[problem - 1])
 

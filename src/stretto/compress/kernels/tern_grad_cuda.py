@@ -11,6 +11,7 @@ float32 (and then the few codes that hang on it). Quotients come from a division
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import bits
+from stretto.compress.draw import Draw
 from stretto.compress.kernels.bits_cuda import (
     Plan,
     blank,
@@ -37,13 +39,17 @@ from stretto.compress.kernels.int8_cuda import extent, word_at
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 
+if TYPE_CHECKING:
+    from stretto.compress.tern_grad import TernGrad
+
 ULP = tl.constexpr(2.0**-24)
 PLUS, MINUS, RESERVED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 BAD_FIELD = tl.constexpr(bits.BAD_FIELD)
 
 
-def encode(values: Tensor, blocks: Blocks, key: int, clip: float, residual: bool) -> Tensor:
-    """`clip`: infinity for none. With `residual`, `values` becomes what was not said."""
+def encode(codec: TernGrad, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+    """With `residual`, `values` becomes what was not said."""
+    clip = codec.clip_at
     plan = plan_of(blocks, 2, values.device)
     payload, scales = blank(plan, values.device)
     if not plan.num_blocks:
@@ -52,7 +58,7 @@ def encode(values: Tensor, blocks: Blocks, key: int, clip: float, residual: bool
         scales.copy_(_scales(values, plan, clip))
     # `clip` is compiled in: as an argument it would be a float32.
     _encode[plan.grid](
-        values, payload, scales, *plan.columns, plan.keys, plan.num_blocks, as_argument(key),
+        values, payload, scales, *plan.columns, plan.keys, plan.num_blocks, as_argument(draw.own),
         CLIP=clip if plan.whole and clip < math.inf else None, RESIDUAL=residual, **plan.shape,
     )  # fmt: skip
     return payload
@@ -65,15 +71,15 @@ def _scales(values: Tensor, plan: Plan, clip: float) -> Tensor:
     return torch.minimum(largest, (clip * (squares / plan.columns[0].diff()).sqrt()).float())
 
 
-def decode(payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> int:
-    """Write to `out`, or add to it. What `bits.check` takes. Waits for the device."""
+def decode(codec: TernGrad, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    """Waits for the device."""
     plan = plan_of(blocks, 2, out.device)
     check_length(payload, plan)
     if not plan.num_blocks:
-        return bits.FINE
+        return
     problem = new_flag(out.device)
     _decode[plan.grid](payload, out, problem, *plan.columns, plan.num_blocks, ADDING=adding, **plan.shape)
-    return wait_for(problem, out.device)
+    bits.check(wait_for(problem, out.device))
 
 
 @kernel("num_blocks", "key")

@@ -1,4 +1,4 @@
-"""The k largest of each block on a GPU, exactly as `top_k.largest_reference` chooses them, and no waiting for the device.
+"""The k largest of each block on a GPU, exactly as the reference in `top_k.py` chooses them, and no waiting for the device.
 
     1. `edge_cuda` finds a window in which the k-th largest magnitude lies (the *edge*), with few elements in it or all of them
        equal: as a rule in one pass over the values
@@ -19,6 +19,7 @@ bytes for every span, and for those of long blocks 24 more.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -26,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import sparse_format
+from stretto.compress.draw import Draw
 from stretto.compress.kernels.cut_cuda import Pieces, cut_of, pieces_of
 from stretto.compress.kernels.edge_cuda import FEW_PROGRAMS, HIGH, LOW, Search, Windows, windows_of
 from stretto.compress.kernels.spans_cuda import (
@@ -42,6 +44,9 @@ from stretto.compress.kernels.spans_cuda import (
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 from stretto.compress.sparse_format import Form
+
+if TYPE_CHECKING:
+    from stretto.compress.top_k import TopK
 
 INDICES = 4096  # of a list, for one program that reads it
 MOST_LISTED = 1024  # elements in a window whose ends differ
@@ -99,12 +104,12 @@ def _before(sizes: Tensor) -> Tensor:
     return sizes.cumsum(0) - sizes
 
 
-def encode(values: Tensor, blocks: Blocks, fraction: float, key: int, residual: bool) -> Tensor:
-    """The payload of the largest. `key`: of the sample. With `residual`, `values` becomes zero where they were."""
-    plan = plan_of(fraction, blocks, values.device)
+def encode(codec: TopK, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+    """The payload of the largest. With `residual`, `values` becomes zero where they were."""
+    plan = plan_of(codec.fraction, blocks, values.device)
     payload = torch.empty(plan.num_bytes, dtype=torch.uint8, device=values.device)
     if len(blocks):
-        windows = windows_of(values, plan.search, key)
+        windows = windows_of(values, plan.search, draw.shared)
         marks, tallies = _marked(values, plan, windows)
         words, spans = payload[: plan.num_word_bytes].view(torch.int32), plan.spans
         _write[(len(spans),)](
