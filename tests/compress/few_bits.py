@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.together import Workers
-from stretto.compress import bits
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.kernels import compiling
 from stretto.compress.layout import Blocks, Layout
 from stretto.errors import MalformedPayload
 
@@ -66,7 +66,7 @@ KINDS = sorted(kinds(3))
 @contextlib.contextmanager
 def in_torch() -> Iterator[None]:
     """As on a machine without Numba: the references."""
-    with patch.object(bits, "has_numba", lambda: False):
+    with patch.object(compiling, "has_numba", lambda: False):
         yield
 
 

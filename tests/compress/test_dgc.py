@@ -15,7 +15,7 @@ from torch import Tensor
 from compress.together import Workers
 from stretto.compress.codec import Compression
 from stretto.compress.dense_momentum import DenseMomentum, clip_each
-from stretto.compress.dgc import DGC, LARGEST, Memory, accumulate, accumulate_reference
+from stretto.compress.dgc import DGC, LARGEST, Memory, accumulate, write_accumulated
 from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.kernels.compiling import has_numba
@@ -258,7 +258,7 @@ def test_kernel_and_reference_give_the_same_bits(n: int, seed: int, nesterov: bo
     state.own.flat("accumulated").copy_(v)
     by_kernel = accumulate(g, state.own, momentum, nesterov)
     by_reference = Memory(torch.empty(n), torch.empty(n))
-    accumulate_reference(g, Memory(u, v), momentum, nesterov, by_reference)
+    write_accumulated.reference(g, Memory(u, v), momentum, nesterov, by_reference)
     assert torch.equal(by_kernel.u, by_reference.u)
     assert torch.equal(by_kernel.v, by_reference.v)
     assert not n or by_reference.v.abs().max() <= LARGEST

@@ -17,6 +17,7 @@ from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
 from stretto.compress.dynamic8 import Dynamic8
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
+from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.state import SERVER
@@ -68,7 +69,7 @@ def round_trip(codec: Codec, values: Tensor, blocks: Blocks, draw: Draw = DRAW) 
 
 
 def reference(values: Tensor, blocks: Blocks) -> Tensor:
-    return torch.cat([part.view(torch.uint8) for part in dynamic8.encode_in_torch(values, blocks)])
+    return Dynamic8().encode_in_torch(values, blocks, DRAW)
 
 
 def largest_of_each(values: Tensor, blocks: Blocks) -> Tensor:
@@ -112,8 +113,7 @@ def test_the_kernel_writes_and_reads_what_the_reference_does(codec: Dynamic8, na
     payload = codec.encode(values, blocks, DRAW)
 
     assert torch.equal(payload, reference(values, blocks))
-    scales, codes = codec._parts(payload, blocks)
-    assert torch.equal(codec.decode(payload, blocks, DRAW), dynamic8.decode_in_torch(scales, codes, blocks))
+    assert torch.equal(codec.decode(payload, blocks, DRAW), codec.decode_in_torch(payload, blocks))
 
 
 @settings(max_examples=50, deadline=None)
@@ -231,7 +231,7 @@ def refused(payload: Tensor, codec: Dynamic8, blocks: Blocks) -> str | None:
     for decode in (
         lambda: codec.decode(payload, blocks, DRAW),
         lambda: codec.add_decoded(payload, blocks, DRAW, torch.zeros(blocks.num_elements)),
-        lambda: dynamic8.decode_in_torch(*codec._parts(payload, blocks), blocks),
+        lambda: codec.decode_in_torch(payload, blocks),
     ):
         try:
             result = decode()
@@ -316,7 +316,7 @@ def test_a_block_without_values_is_refused(block: object) -> None:
 def test_it_works_without_numba(codec: Dynamic8, monkeypatch: pytest.MonkeyPatch) -> None:
     values, blocks = any_floats(300, 1), cut(codec, 300)
     expected, residual, total = round_trip(codec, values, blocks), values.clone(), torch.ones(300)
-    monkeypatch.setattr(dynamic8, "has_numba", lambda: False)
+    monkeypatch.setattr(compiling, "has_numba", lambda: False)
 
     payload = codec.encode_residual(residual, blocks, DRAW)
     codec.add_decoded(payload, blocks, DRAW, total)

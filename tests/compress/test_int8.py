@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.together import Workers
-from stretto.compress import int8
+from stretto.compress import bits, int8
 from stretto.compress.codec import Codec
 from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.int8 import Int8
 from stretto.compress.int8_hop import Int8Hop
+from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.state import SERVER
@@ -70,8 +71,7 @@ def round_trip(codec: Codec, values: Tensor, blocks: Blocks, draw: Draw = DRAW) 
 
 
 def reference(codec: Int8, values: Tensor, blocks: Blocks) -> Tensor:
-    uniform = DRAW.uniform(blocks, DRAW.own) if codec.stochastic else None
-    return torch.cat([part.view(torch.uint8) for part in int8.encode_in_torch(values, blocks, uniform)])
+    return codec.encode_in_torch(values, blocks, DRAW)
 
 
 def largest_of_each(values: Tensor, blocks: Blocks) -> Tensor:
@@ -91,8 +91,7 @@ def test_the_kernel_writes_and_reads_what_the_reference_does(codec: Int8, name: 
     payload = codec.encode(values, blocks, DRAW)
 
     assert torch.equal(payload, reference(codec, values, blocks))
-    scales, codes = codec._parts(payload, blocks)
-    assert torch.equal(codec.decode(payload, blocks, DRAW), int8.decode_in_torch(scales, codes, blocks))
+    assert torch.equal(codec.decode(payload, blocks, DRAW), codec.decode_in_torch(payload, blocks))
 
 
 @codecs
@@ -138,7 +137,7 @@ def test_encoding_what_was_decoded_gives_the_same_bytes_for_any_floats(
 def test_no_value_is_further_off_than_half_a_step(name: str) -> None:
     values, blocks = vectors(1000)[name], cut(Int8(), 1000)
     payload = Int8().encode(values, blocks, DRAW)
-    scales, _ = Int8()._parts(payload, blocks)
+    scales = bits.opened(payload, blocks, 8, 1).scales
     error = (values.double() - Int8().decode(payload, blocks, DRAW).double()).abs()
     largest, scale = largest_of_each(values, blocks).double(), scales[blocks.numbers()].double()
 
@@ -215,7 +214,7 @@ def refused(payload: Tensor, codec: Int8, blocks: Blocks) -> str | None:
     for decode in (
         lambda: codec.decode(payload, blocks, DRAW),
         lambda: codec.add_decoded(payload, blocks, DRAW, torch.zeros(blocks.num_elements)),
-        lambda: int8.decode_in_torch(*codec._parts(payload, blocks), blocks),
+        lambda: codec.decode_in_torch(payload, blocks),
     ):
         try:
             result = decode()
@@ -270,8 +269,8 @@ def test_what_no_encoder_writes_is_refused(scale: float, codes: tuple[int, int],
 
 
 def test_the_largest_scale_and_the_smallest_are_read() -> None:
-    for bits in (int8.LARGEST_SCALE, int8.SMALLEST_SCALE):
-        payload = torch.tensor(list(struct.pack("<Ib", bits, -127)), dtype=torch.uint8)
+    for scale in (int8.LARGEST_SCALE, int8.SMALLEST_SCALE):
+        payload = torch.tensor(list(struct.pack("<Ib", scale, -127)), dtype=torch.uint8)
         assert refused(payload, Int8(), cut(Int8(), 1)) is None
         assert Int8().encode(Int8().decode(payload, cut(Int8(), 1), DRAW), cut(Int8(), 1), DRAW).tolist() == payload.tolist()
 
@@ -334,7 +333,7 @@ def test_what_is_neither_true_nor_false_is_refused(stochastic: object) -> None:
 def test_it_works_without_numba(codec: Int8, monkeypatch: pytest.MonkeyPatch) -> None:
     values, blocks = any_floats(300, 1), cut(codec, 300)
     expected, residual, total = round_trip(codec, values, blocks), values.clone(), torch.ones(300)
-    monkeypatch.setattr(int8, "has_numba", lambda: False)
+    monkeypatch.setattr(compiling, "has_numba", lambda: False)
 
     payload = codec.encode_residual(residual, blocks, DRAW)
     codec.add_decoded(payload, blocks, DRAW, total)

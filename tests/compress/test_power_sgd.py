@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.together import Workers
-from stretto.compress import power_sgd
 from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Layout
 from stretto.compress.matrices import Matrices, Matrix, first_q
 from stretto.compress.none import NoCompression
-from stretto.compress.power_sgd import PowerSGD, multiply, multiply_reference, times_left, times_right
+from stretto.compress.power_sgd import PowerSGD, multiply, times_left, times_right
 from stretto.compress.rounds import Sum, Turn
 from stretto.compress.state import State
 from stretto.errors import ConfigurationError
@@ -251,7 +251,7 @@ def test_kernel_and_reference_give_the_same_bits(sides: list[tuple[int, int]], r
     right = torch.randn(sum(rank * m.b for m in matrices.each), generator=generator)
     by_kernel, by_reference = torch.empty(layout.num_elements), torch.empty(layout.num_elements)
     multiply(left, right, matrices, by_kernel)
-    multiply_reference(left, right, matrices, by_reference)
+    multiply.reference(left, right, matrices, by_reference)
     assert torch.equal(by_kernel, by_reference)
     for m, p, q in matrices.factors(left, right):
         torch.testing.assert_close(m.of(by_kernel), p.t() @ q, rtol=1e-4, atol=1e-4)
@@ -269,7 +269,7 @@ REPEATED: dict[str, tuple[list[tuple[int, int]], list[int]]] = {  # and how many
 
 @pytest.mark.parametrize("name", REPEATED)
 def test_equal_matrices_at_equal_distances_are_multiplied_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(power_sgd, "has_numba", lambda: False)
+    monkeypatch.setattr(compiling, "has_numba", lambda: False)
     sides, together = REPEATED[name]
     layout = Layout.of([(str(number), side) for number, side in enumerate(sides)])
     matrices = Matrices(Matrix(p.name, p.start, min(3, *p.shape), *p.shape) for p in layout.places)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.together import Workers
-from stretto.compress import sparse_format
 from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
+from stretto.compress.kernels import compiling
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.random_k import RandomK, places, places_reference
+from stretto.compress.random_k import RandomK, draw_places, places
 from stretto.compress.sparse_format import counts_of
 from stretto.errors import ConfigurationError, MalformedPayload
 
@@ -54,7 +54,7 @@ def test_places_are_distinct_and_in_their_block_and_kernels_draw_the_same(sizes:
     counts = counts_of(fraction, blocks)
     drawn = places(blocks, counts, draw, CPU)
 
-    assert torch.equal(drawn, places_reference(blocks, counts, draw, CPU))
+    assert torch.equal(drawn, draw_places.reference(blocks, counts, draw, CPU))
     assert len(set(drawn.tolist())) == len(drawn)
     owners = torch.searchsorted(blocks.bounds, drawn, right=True) - 1
     assert torch.equal(owners, torch.repeat_interleave(torch.arange(len(blocks)), counts))
@@ -62,14 +62,14 @@ def test_places_are_distinct_and_in_their_block_and_kernels_draw_the_same(sizes:
 
 def test_the_draw_is_the_same_on_every_platform() -> None:
     """Numbers that must never change: workers of different versions and machines have to agree."""
-    assert places_reference(whole(1000), torch.tensor([5]), Draw(shared=7), CPU).tolist() == FIRST_OF_1000
+    assert draw_places.reference(whole(1000), torch.tensor([5]), Draw(shared=7), CPU).tolist() == FIRST_OF_1000
     assert places(whole(1000), torch.tensor([5]), Draw(shared=7), CPU).tolist() == FIRST_OF_1000
 
 
 def test_a_large_tensor_is_drawn_the_same_by_both() -> None:
     blocks = whole(3_000_000, 2**31 - 1)
     counts = torch.tensor([3000, 3000])
-    assert torch.equal(places(blocks, counts, DRAW, CPU), places_reference(blocks, counts, DRAW, CPU))
+    assert torch.equal(places(blocks, counts, DRAW, CPU), draw_places.reference(blocks, counts, DRAW, CPU))
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (3, 1), (5, 2), (11, 3), (13, 12), (97, 5), (100, 50)])
@@ -107,7 +107,7 @@ def test_values_are_sent_in_order_of_the_draw(scaled: bool) -> None:
     codec, blocks, values = RandomK(0.1, scaled), whole(100, 7), gaussian(107)
     payload = codec.encode(values, blocks, DRAW)
 
-    drawn = places_reference(blocks, torch.tensor([10, 1]), DRAW, CPU)
+    drawn = draw_places.reference(blocks, torch.tensor([10, 1]), DRAW, CPU)
     factors = torch.tensor([10.0] * 10 + [7.0]) if scaled else torch.ones(11)
     assert len(payload) == codec.num_bytes(blocks) == 4 * 11
     assert torch.equal(payload.view(torch.float32), values[drawn] * factors)
@@ -191,7 +191,7 @@ def test_awkward_tensors_stay_finite() -> None:
     assert torch.equal(sent(RandomK(1.0, scaled=True), gaussian(77), whole(77), DRAW), gaussian(77))
     assert len(RandomK(0.1).encode(torch.zeros(0), whole(), DRAW)) == 0
     assert sent(RandomK(0.1), torch.zeros(0), whole(), DRAW).shape == (0,)
-    assert len(places_reference(whole(), torch.zeros(0, dtype=torch.int64), DRAW, CPU)) == 0
+    assert len(draw_places.reference(whole(), torch.zeros(0, dtype=torch.int64), DRAW, CPU)) == 0
 
 
 @settings(max_examples=40, deadline=None)
@@ -225,7 +225,7 @@ def test_without_numba_everything_is_the_same(monkeypatch: pytest.MonkeyPatch) -
         return [codec.encode(values, blocks, DRAW), payload, rest, total, codec.decode(payload, blocks, DRAW)]
 
     fast = everything()
-    monkeypatch.setattr(sparse_format, "has_numba", lambda: False)
+    monkeypatch.setattr(compiling, "has_numba", lambda: False)
     assert all(torch.equal(a, b) for a, b in zip(fast, everything(), strict=True))
 
 

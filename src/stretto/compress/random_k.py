@@ -119,7 +119,7 @@ class RandomK(Codec):
 
 def places(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> Tensor:
     """The places of `counts[b]` elements of each block, drawn by `draw.shared`; distinct, in order of blocks, else unordered."""
-    return drawn.on(device)(blocks, counts, draw, device)
+    return draw_places.on(device)(blocks, counts, draw, device)
 
 
 def grid(lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def grid(lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @accelerated(cpu="sparse_cpu.places")
-def drawn(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> Tensor:
+def draw_places(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> Tensor:
     (bounds, block_keys), first = blocks.on(device), (counts.cumsum(0) - counts).to(device)
     blocks_of = torch.arange(len(blocks), device=device, dtype=torch.int64)
     numbers = torch.repeat_interleave(blocks_of, counts.to(device), output_size=int(counts.sum()))
