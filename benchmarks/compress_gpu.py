@@ -34,13 +34,13 @@ from stretto.bench.results import quartiles
 from stretto.bench.table_text import seconds, spread
 from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.dynamic8 import Dynamic8
 from stretto.compress.float16 import Float16
 from stretto.compress.int8 import Int8
 from stretto.compress.layout import Layout
 from stretto.compress.one_bit import OneBit
 from stretto.compress.qsgd import QSGD
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sign import Sign
 from stretto.compress.tern_grad import TernGrad
 from stretto.compress.top_k import TopK
@@ -137,7 +137,7 @@ class Contender:
 
 def of_codec(codec: Codec, layout: Layout, values: Tensor, spare: Tensor) -> tuple[dict[str, Contender], int]:
     """What is timed, by name, and how long a payload is."""
-    blocks, draw = codec.blocks(layout), Draw.of_round(1, 0)
+    blocks, draw = codec.blocks(layout), RandomKeys.of_round(1, 0)
     payload = codec.encode(values, blocks, draw)
 
     def fill() -> None:

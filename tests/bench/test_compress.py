@@ -18,9 +18,9 @@ from stretto.bench.compress_results import CompressReport, CompressRow, Timing, 
 from stretto.bench.compress_settings import DEFAULT_CODECS, CompressSettings, check, compression_of, parse_codecs, parse_rates
 from stretto.bench.compress_show import as_json, link, rate, show
 from stretto.bench.machine import describe
-from stretto.compress import kept_memory
+from stretto.compress import buffer_pool
+from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.int8 import Int8
-from stretto.compress.kept_memory import KeptMemory
 from stretto.compress.kernels.compiling import has_numba
 from stretto.errors import ConfigurationError
 from stretto.strategy import ANSWERS
@@ -114,14 +114,14 @@ def test_every_codec_has_a_row_with_all_that_it_can_do() -> None:
 @pytest.mark.skipif(not has_numba(), reason="torch takes memory of its own")
 def test_codecs_write_to_memory_that_is_there_except_where_it_says_new(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    real = KeptMemory._take
+    real = BufferPool._take
 
-    def take(memory: KeptMemory, num_units: int) -> torch.Tensor:
+    def take(memory: BufferPool, num_units: int) -> torch.Tensor:
         taken.extend([num_units] * (not memory._free.get(num_units)))
         return real(memory, num_units)
 
-    monkeypatch.setattr(kept_memory, "UNIT_BYTES", 1024)
-    monkeypatch.setattr(KeptMemory, "_take", take)
+    monkeypatch.setattr(buffer_pool, "UNIT_BYTES", 1024)
+    monkeypatch.setattr(BufferPool, "_take", take)
     field = Field(16 << 10, CompressSettings(sizes=[16 << 10], codecs=[]), torch.device("cpu"))
     turns = turns_of(Int8(), field)
     takes = set()

@@ -12,14 +12,14 @@ from torch import Tensor
 from compress.together import Workers
 from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import ConfigurationError, MalformedPayload
 
-DRAW = Draw.of_round(3, 1)
+DRAW = RandomKeys.of_round(3, 1)
 LARGEST = torch.finfo(torch.float32).max
 SHAPES = [("matrix", (30, 40)), ("bias", (40,)), ("empty", (0, 3)), ("scalar", ())]
 
@@ -55,7 +55,7 @@ def vectors(n: int) -> dict[str, Tensor]:
     }
 
 
-def round_trip(codec: Codec, values: Tensor, blocks: Blocks, draw: Draw = DRAW) -> Tensor:
+def round_trip(codec: Codec, values: Tensor, blocks: Blocks, draw: RandomKeys = DRAW) -> Tensor:
     return codec.decode(codec.encode(values, blocks, draw), blocks, draw)
 
 
@@ -130,7 +130,7 @@ def test_no_value_is_further_off_than_stated(codec: BFloat16, name: str) -> None
 
 def test_at_random_the_mean_is_right_and_to_nearest_it_is_not() -> None:
     values, blocks = torch.tensor([1 + 2.0**-10, -1 - 2.0**-9, 3.005, -7e-3, 1e20]).repeat(20), whole(100)
-    draws = [Draw.of_round(number, 0) for number in range(500)]
+    draws = [RandomKeys.of_round(number, 0) for number in range(500)]
     mean = torch.stack([round_trip(BFloat16(stochastic=True), values, blocks, draw) for draw in draws]).double().mean(0)
     off = (mean - values.double()).reshape(20, 5) / values[:5].double()
 
@@ -143,9 +143,9 @@ def test_at_random_the_mean_is_right_and_to_nearest_it_is_not() -> None:
 
 def test_draws_differ_by_round_worker_and_element_and_repeat_for_the_same() -> None:
     codec, values, blocks = BFloat16(stochastic=True), torch.full((4096,), 1 + 2.0**-8), whole(4096)
-    rounds = [codec.encode(values, blocks, Draw.of_round(number, rank)) for number, rank in [(0, 0), (1, 0), (0, 1)]]
+    rounds = [codec.encode(values, blocks, RandomKeys.of_round(number, rank)) for number, rank in [(0, 0), (1, 0), (0, 1)]]
 
-    assert torch.equal(rounds[0], codec.encode(values, blocks, Draw.of_round(0, 0)))
+    assert torch.equal(rounds[0], codec.encode(values, blocks, RandomKeys.of_round(0, 0)))
     for one, other in [(0, 1), (0, 2), (1, 2)]:
         differing = (rounds[one].view(torch.int16) != rounds[other].view(torch.int16)).float().mean()
         assert 0.4 < differing < 0.6

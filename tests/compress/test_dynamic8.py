@@ -14,16 +14,16 @@ from torch import Tensor
 from compress.together import Workers
 from stretto.compress import dynamic8
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.dynamic8 import Dynamic8
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.state import SERVER
 from stretto.errors import ConfigurationError, MalformedPayload
 
-DRAW = Draw.of_round(3, 1)
+DRAW = RandomKeys.of_round(3, 1)
 LARGEST = torch.finfo(torch.float32).max
 SHAPES = [("matrix", (30, 40)), ("bias", (40,)), ("empty", (0, 3)), ("scalar", ()), ("kernel", (8, 4, 3, 3))]
 
@@ -64,7 +64,7 @@ def vectors(n: int) -> dict[str, Tensor]:
     }
 
 
-def round_trip(codec: Codec, values: Tensor, blocks: Blocks, draw: Draw = DRAW) -> Tensor:
+def round_trip(codec: Codec, values: Tensor, blocks: Blocks, draw: RandomKeys = DRAW) -> Tensor:
     return codec.decode(codec.encode(values, blocks, draw), blocks, draw)
 
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from compress.together import Workers
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.float16 import Float16
 from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import MalformedPayload
 
-DRAW = Draw.of_round(3, 1)
+DRAW = RandomKeys.of_round(3, 1)
 LARGEST = torch.finfo(torch.float32).max
 SHAPES = [("matrix", (30, 40)), ("bias", (40,)), ("empty", (0, 3)), ("scalar", ())]
 

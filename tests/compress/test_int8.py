@@ -14,17 +14,17 @@ from torch import Tensor
 from compress.together import Workers
 from stretto.compress import bits, int8
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.int8 import Int8
 from stretto.compress.int8_hop import Int8Hop
 from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.state import SERVER
 from stretto.errors import ConfigurationError, MalformedPayload
 
-DRAW = Draw.of_round(3, 1)
+DRAW = RandomKeys.of_round(3, 1)
 LARGEST = torch.finfo(torch.float32).max
 SHAPES = [("matrix", (30, 40)), ("bias", (40,)), ("empty", (0, 3)), ("scalar", ()), ("kernel", (8, 4, 3, 3))]
 
@@ -66,7 +66,7 @@ def vectors(n: int) -> dict[str, Tensor]:
     }
 
 
-def round_trip(codec: Codec, values: Tensor, blocks: Blocks, draw: Draw = DRAW) -> Tensor:
+def round_trip(codec: Codec, values: Tensor, blocks: Blocks, draw: RandomKeys = DRAW) -> Tensor:
     return codec.decode(codec.encode(values, blocks, draw), blocks, draw)
 
 
@@ -176,7 +176,7 @@ def test_length_is_one_byte_each_and_four_per_block(codec: Int8) -> None:
 
 def test_at_random_the_mean_is_right() -> None:
     codec, values = Int8(block=50, stochastic=True), torch.linspace(-1, 1, 100) ** 3
-    blocks, draws = cut(codec, 100), [Draw.of_round(number, 0) for number in range(600)]
+    blocks, draws = cut(codec, 100), [RandomKeys.of_round(number, 0) for number in range(600)]
     mean = torch.stack([round_trip(codec, values, blocks, draw) for draw in draws]).double().mean(0)
     off = mean - values.double()
 
@@ -190,9 +190,9 @@ def test_at_random_the_mean_is_right() -> None:
 def test_draws_differ_by_round_and_worker_and_repeat_for_the_same() -> None:
     codec, values = Int8(stochastic=True), torch.full((4096,), 0.5 / 127).index_fill(0, torch.arange(0, 4096, 256), 1.0)
     blocks = cut(codec, 4096)
-    rounds = [codec.encode(values, blocks, Draw.of_round(number, rank)) for number, rank in [(0, 0), (1, 0), (0, 1)]]
+    rounds = [codec.encode(values, blocks, RandomKeys.of_round(number, rank)) for number, rank in [(0, 0), (1, 0), (0, 1)]]
 
-    assert torch.equal(rounds[0], codec.encode(values, blocks, Draw.of_round(0, 0)))
+    assert torch.equal(rounds[0], codec.encode(values, blocks, RandomKeys.of_round(0, 0)))
     for one, other in [(0, 1), (0, 2), (1, 2)]:
         assert 0.4 < (rounds[one] != rounds[other])[64:].float().mean() < 0.6
 

@@ -17,12 +17,12 @@ from stretto.collectives.hop import Hop
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Request
 from stretto.compress import int8_hop
-from stretto.compress.draw import Draw
 from stretto.compress.int8 import Int8
 from stretto.compress.int8_hop import Int8Hop
 from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import MalformedPayload
 
 Floats = NDArray[np.float32]
@@ -113,7 +113,7 @@ def test_add_adds_what_copy_copies_also_from_memory_that_is_read_only_or_odd(uni
 def test_one_tensor_alone_has_the_codes_of_the_codec() -> None:
     values, codec = gaussian(600), Int8(block=256)
     blocks = codec.blocks(Layout.of([("tensor", (600,))]))
-    said = codec.decode(codec.encode(torch.from_numpy(values), blocks, Draw()), blocks, Draw())
+    said = codec.decode(codec.encode(torch.from_numpy(values), blocks, RandomKeys()), blocks, RandomKeys())
     hop = codec.hop()
     assert hop is not None
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.together import Workers
-from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.kernels import compiling
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_k import RandomK, draw_places, places
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sparse_format import counts_of
 from stretto.errors import ConfigurationError, MalformedPayload
 
-DRAW, CPU = Draw.of_round(3, 1), torch.device("cpu")
+DRAW, CPU = RandomKeys.of_round(3, 1), torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
 FIRST_OF_1000 = [263, 312, 101, 637, 945]
 SHAPES = [("matrix", (30, 40)), ("bias", (40,)), ("empty", (0, 3)), ("scalar", ()), ("kernel", (8, 4, 3, 3))]
@@ -43,14 +43,14 @@ def vectors(n: int) -> dict[str, Tensor]:
     }
 
 
-def sent(codec: RandomK, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+def sent(codec: RandomK, values: Tensor, blocks: Blocks, draw: RandomKeys) -> Tensor:
     return codec.decode(codec.encode(values, blocks, draw), blocks, draw)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 400), max_size=5), st.sampled_from([0.001, 0.1, 0.5, 1.0]), st.integers(0, 2**32 - 1))
 def test_places_are_distinct_and_in_their_block_and_kernels_draw_the_same(sizes: list[int], fraction: float, key: int) -> None:
-    blocks, draw = whole(*sizes), Draw(shared=key, own=5)
+    blocks, draw = whole(*sizes), RandomKeys(shared=key, own=5)
     counts = counts_of(fraction, blocks)
     drawn = places(blocks, counts, draw, CPU)
 
@@ -62,8 +62,8 @@ def test_places_are_distinct_and_in_their_block_and_kernels_draw_the_same(sizes:
 
 def test_the_draw_is_the_same_on_every_platform() -> None:
     """Numbers that must never change: workers of different versions and machines have to agree."""
-    assert draw_places.reference(whole(1000), torch.tensor([5]), Draw(shared=7), CPU).tolist() == FIRST_OF_1000
-    assert places(whole(1000), torch.tensor([5]), Draw(shared=7), CPU).tolist() == FIRST_OF_1000
+    assert draw_places.reference(whole(1000), torch.tensor([5]), RandomKeys(shared=7), CPU).tolist() == FIRST_OF_1000
+    assert places(whole(1000), torch.tensor([5]), RandomKeys(shared=7), CPU).tolist() == FIRST_OF_1000
 
 
 def test_a_large_tensor_is_drawn_the_same_by_both() -> None:
@@ -80,7 +80,7 @@ def test_every_element_has_the_same_chance(n: int, k: int) -> None:
     times, neighbours = torch.zeros(n), torch.zeros(n)
     for number in range(rounds):
         chosen = torch.zeros(n)
-        chosen[places(blocks, counts, Draw.of_round(number, 0), CPU)] = 1.0
+        chosen[places(blocks, counts, RandomKeys.of_round(number, 0), CPU)] = 1.0
         times += chosen
         neighbours += chosen * chosen.roll(1)
 
@@ -94,7 +94,7 @@ def test_every_element_has_the_same_chance(n: int, k: int) -> None:
 
 def test_rounds_and_tensors_draw_differently_and_workers_alike() -> None:
     def drawn(blocks: Blocks, number: int, rank: int) -> list[int]:
-        return places(blocks, torch.tensor([20]), Draw.of_round(number, rank), CPU).tolist()
+        return places(blocks, torch.tensor([20]), RandomKeys.of_round(number, rank), CPU).tolist()
 
     a, b = Layout.of([("a", (1000,))]).whole(), Layout.of([("b", (1000,))]).whole()
     assert drawn(a, 1, 0) == drawn(a, 1, 5)
@@ -140,7 +140,7 @@ def test_payloads_add_up() -> None:
 def test_scaled_is_unbiased_with_the_promised_variance() -> None:
     codec, n, rounds = RandomK(0.1, scaled=True), 200, 600
     for name, values in vectors(n).items():
-        draws = torch.stack([sent(codec, values, whole(n), Draw.of_round(number, 0)) for number in range(rounds)]).double()
+        draws = torch.stack([sent(codec, values, whole(n), RandomKeys.of_round(number, 0)) for number in range(rounds)]).double()
         deviation = values.abs() * 3.0 / math.sqrt(rounds)  # sqrt(n/k - 1) |x_i| for one draw
         assert bool(((draws.mean(0) - values).abs() <= 5 * deviation + 1e-6).all()), name
         error = (draws - values).square().sum(1).mean() / values.double().square().sum()
@@ -151,7 +151,7 @@ def test_scaled_is_unbiased_with_the_promised_variance() -> None:
 def test_unscaled_is_a_contraction_in_expectation() -> None:
     codec, n, rounds = RandomK(0.25), 200, 600
     for name, values in vectors(n).items():
-        draws = torch.stack([sent(codec, values, whole(n), Draw.of_round(number, 0)) for number in range(rounds)])
+        draws = torch.stack([sent(codec, values, whole(n), RandomKeys.of_round(number, 0)) for number in range(rounds)])
         errors = (draws - values).double().square().sum(1) / values.double().square().sum()
         assert float(errors.max()) <= 1.0 + 1e-9, name
         assert float(errors.mean()) == pytest.approx(0.75, abs=5 * math.sqrt(0.25 * 0.75 / rounds)), name

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from compress.together import Workers
 from stretto.compress import sparse_format
-from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.kernels import compiling
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.threshold import Threshold, at_least
 from stretto.errors import ConfigurationError, FrameError, MalformedPayload
 
-DRAW = Draw.of_round(3, 1)
+DRAW = RandomKeys.of_round(3, 1)
 LARGEST, TINIEST = torch.finfo(torch.float32).max, 2.0**-149
 SHAPES = [("matrix", (30, 40)), ("bias", (40,)), ("empty", (0, 3)), ("scalar", ()), ("kernel", (8, 4, 3, 3))]
 

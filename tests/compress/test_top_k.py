@@ -15,16 +15,16 @@ from torch import Tensor
 from compress.together import Workers
 from stretto.compress import sparse_format
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sparse_format import Chosen, Form
 from stretto.compress.top_k import TopK, largest
 from stretto.errors import ConfigurationError, MalformedPayload
 
-DRAW = Draw.of_round(3, 1)
+DRAW = RandomKeys.of_round(3, 1)
 LARGEST = torch.finfo(torch.float32).max
 SHAPES = [("matrix", (30, 40)), ("bias", (40,)), ("empty", (0, 3)), ("scalar", ()), ("kernel", (8, 4, 3, 3))]
 needs_numba = pytest.mark.skipif(not has_numba(), reason="Numba is not installed")

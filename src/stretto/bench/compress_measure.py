@@ -3,7 +3,7 @@
     round k of each size and codec: copy, clone, encode, decode, encode_residual, add_decoded, exchange; the order rotated by k
 
 Codecs are called as the engine calls them: with the same blocks in every round, whose memory payloads and decoded values are
-written to again (`kept_memory.py`). On the CPU two calls more, `encode_new` and `decode_new`, are given blocks that keep none.
+written to again (`buffer_pool.py`). On the CPU two calls more, `encode_new` and `decode_new`, are given blocks that keep none.
 
 A turn is a few calls, each on values of its own, so that the last call has not left them in a cache; one call, if it takes long.
 Two rounds go before that do not count (compiling, memory, warm-ups); the second tells how many rounds the time limit allows. In
@@ -31,17 +31,17 @@ from stretto.bench.compress_settings import CompressSettings, compression_of
 from stretto.bench.compress_together import Spent, Together
 from stretto.bench.machine import Machine, describe
 from stretto.bench.settings import ELEMENT_BYTES, show_size
+from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.codec import Codec, Compression
-from stretto.compress.draw import Draw
-from stretto.compress.kept_memory import KeptMemory
 from stretto.compress.layout import Blocks
 from stretto.compress.none import NoCompression
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import ConfigurationError, JobError
 
 CALLS = {"cpu": 2, "cuda": 8}  # of a turn
 WARM_UP = 2  # rounds that do not count
 LONG_S = 0.05  # a turn that has lasted so long has been long enough to be timed
-DRAW = Draw.of_round(1, rank=0)
+DRAW = RandomKeys.of_round(1, rank=0)
 Turn = Callable[[], float]  # seconds of one call
 
 
@@ -186,7 +186,7 @@ def turns_of(compression: Compression, field: Field) -> dict[str, Turn]:
     if codec.no_residual is not None:
         del calls["encode_residual"]
     if field.device.type == "cpu":  # on a GPU torch keeps memory by itself
-        fresh = Blocks(blocks.bounds, blocks.keys, KeptMemory(most=0))
+        fresh = Blocks(blocks.bounds, blocks.keys, BufferPool(most=0))
         calls["encode_new"] = lambda i: codec.encode(field.sources[i], fresh, DRAW)
         calls["decode_new"] = lambda i: codec.decode(payloads[i], fresh, DRAW)
     return {what: lambda call=call: field.timed(call) for what, call in calls.items()}  # type: ignore[misc]

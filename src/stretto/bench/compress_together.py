@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from stretto.compress.codec import Compression
-from stretto.compress.draw import Draw
 from stretto.compress.exchange import bytes_of_sum
-from stretto.compress.layout import Layout, Place
-from stretto.compress.rounds import Collective, Gather, Steps, Sum, SumInHops, Transpose, Turn
-from stretto.compress.state import State
+from stretto.compress.layout import Layout, TensorPlace
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import Collective, ExchangeContext, Gather, Steps, Sum, SumInHops, Transpose
+from stretto.compress.state import CompressionState
 
 PAST_WARM_UP = 1_000_000  # rounds, after which every warm-up is over
 
@@ -38,11 +38,11 @@ class Spent(NamedTuple):
 class Bucket:
     """The tensors with one answer, of all workers: `places` in the whole vector, `layout` in the bucket."""
 
-    def __init__(self, compression: Compression, places: list[Place], size: int, device: torch.device) -> None:
+    def __init__(self, compression: Compression, places: list[TensorPlace], size: int, device: torch.device) -> None:
         self.compression = compression
         self.places = places
         self.layout = Layout.of((place.name, place.shape) for place in places)
-        self.states = [State(self.layout, device) for _ in range(size)]
+        self.states = [CompressionState(self.layout, device) for _ in range(size)]
         self.kept: list[dict[Any, Any]] = [{} for _ in range(size)]
 
     def take(self, whole: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Together:
     """`round` takes the workers' gradients, replaces them by what each ends up with, and commits their state."""
 
     def __init__(self, compression: Compression, layout: Layout, size: int, device: torch.device) -> None:
-        answers: dict[Compression, list[Place]] = {}
+        answers: dict[Compression, list[TensorPlace]] = {}
         for place in layout.places:
             answers.setdefault(compression.for_parameter(place.name, place.shape), []).append(place)
         self.buckets = [Bucket(answer, places, size, device) for answer, places in answers.items()]
@@ -88,9 +88,9 @@ class Together:
         self._number += 1
         return Spent(self._seconds / self._size, max(self._given), max(self._sent))
 
-    def _turn(self, bucket: Bucket, rank: int) -> Turn:
-        draw = Draw.of_round(self._number, rank)
-        return Turn(bucket.layout, bucket.states[rank], draw, rank, self._size, kept=bucket.kept[rank])
+    def _turn(self, bucket: Bucket, rank: int) -> ExchangeContext:
+        draw = RandomKeys.of_round(self._number, rank)
+        return ExchangeContext(bucket.layout, bucket.states[rank], draw, rank, self._size, kept=bucket.kept[rank])
 
     def _drive(self, workers: list[Steps]) -> None:
         asked = [self._advance(worker, None) for worker in workers]

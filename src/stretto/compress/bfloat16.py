@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from stretto.compress.codec import Codec, with_kernels
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sixteen_bits import SixteenBits
 from stretto.errors import ConfigurationError
 
@@ -58,16 +58,16 @@ class BFloat16(SixteenBits):
         """The codec of one payload of `world_size` that are to be added."""
         return self if world_size == 1 else _BFloat16OfSeveral(self.stochastic, world_size)
 
-    def encode_in_torch(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         bits = values.view(torch.int32)
-        to_add = self._to_add(values, blocks, draw)
+        to_add = self._to_add(values, blocks, random)
         magnitude = (bits & MAGNITUDE).clamp_(max=self.limit_bits).add_(to_add) >> 16
         return (magnitude | (bits >> 16 & 0x8000)).to(torch.int16).view(torch.uint8)
 
-    def _to_add(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def _to_add(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         """For each value the number below 2^16 to add to its bits before the lower half is cut off."""
         if self.stochastic:
-            return (draw.uniform(blocks, draw.own, values.device) * 65536).int()
+            return (random.uniform(blocks, random.own, values.device) * 65536).int()
         magnitude = (values.view(torch.int32) & MAGNITUDE).clamp(max=self.limit_bits)
         return 0x7FFF + (magnitude >> 16 & 1)
 

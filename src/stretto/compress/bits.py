@@ -46,7 +46,7 @@ def num_bytes(blocks: Blocks, bits: int, scales: int) -> int:
 def blank(blocks: Blocks, bits: int, scales: int, values: Tensor) -> Payload:
     """To be written, for these values: both parts are views of the whole."""
     assert len(values) == blocks.num_elements, "kernels trust the blocks"
-    whole = blocks.memory.empty(num_bytes(blocks, bits, scales), torch.uint8, values.device)
+    whole = blocks.pool.empty(num_bytes(blocks, bits, scales), torch.uint8, values.device)
     header = 4 * scales * len(blocks)
     return Payload(whole, whole[:header].view(torch.float32), whole[header:])
 

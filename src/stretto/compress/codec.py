@@ -6,10 +6,10 @@ own: the engine runs it over a wire, tests run all workers' generators side by s
 
 `Codec` is a compression that is a pair of pure functions:
 
-    encode(values, blocks, draw)    float32 vector -> bytes (uint8 vector, on the same device)
-    decode(payload, blocks, draw)   bytes -> float32 vector; raises `MalformedPayload` for what no encoder writes
+    encode(values, blocks, random)    float32 vector -> bytes (uint8 vector, on the same device)
+    decode(payload, blocks, random)   bytes -> float32 vector; raises `MalformedPayload` for what no encoder writes
 
-byte-exact as its docstring says, `num_bytes(blocks)` long. What they return lies in `blocks.memory`, if they like: it is used
+byte-exact as its docstring says, `num_bytes(blocks)` long. What they return lies in `blocks.pool`, if they like: it is used
 again when nobody sees it any more. Every exchange, and whoever else sends values, uses the same two functions. How payloads meet
 (`exchange.py`) follows from what the codec says of itself:
 
@@ -33,10 +33,10 @@ from torch import Tensor
 from stretto.collectives.hop import Hop
 from stretto.compress import exchange
 from stretto.compress.backend import Backend
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.rounds import Steps, Turn
-from stretto.compress.state import Exported, State
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import ExchangeContext, Steps
+from stretto.compress.state import CompressionState, Exported
 
 
 class Compression(ABC):
@@ -61,13 +61,13 @@ class Compression(ABC):
         """Why its payloads cannot be combined by this all-reduce (a name of the catalogue), or None. "auto" suits everybody."""
         return None
 
-    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+    def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
         """Take up what a state of the same compression has exported, perhaps in other buckets."""
         state.own.restore(own, self.flat_kinds)
         state.shared.restore(shared, self.flat_kinds)
 
     @abstractmethod
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
         """Replace `values` (float32, flat, finite: this worker's) by the mean over all workers."""
 
     @abstractmethod
@@ -106,25 +106,25 @@ class Codec(Compression):
         return None
 
     @abstractmethod
-    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         """`values` is float32, flat, contiguous and finite, on any device; it is not changed."""
 
     @abstractmethod
-    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        """The reverse, on the payload's device. Of `draw` only `shared` is the encoder's."""
+    def decode(self, payload: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        """The reverse, on the payload's device. Of `random` only `shared` is the encoder's."""
 
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_residual(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         """Encode, and leave in `values` what the payload does not say: values - decode(payload). Fast codecs need one pass."""
-        payload = self.encode(values, blocks, draw)
-        values.sub_(self.decode(payload, blocks, draw))
+        payload = self.encode(values, blocks, random)
+        values.sub_(self.decode(payload, blocks, random))
         return payload
 
-    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
+    def add_decoded(self, payload: Tensor, blocks: Blocks, random: RandomKeys, total: Tensor) -> None:
         """total += decode(payload). Fast codecs do it in one pass."""
-        total.add_(self.decode(payload, blocks, draw))
+        total.add_(self.decode(payload, blocks, random))
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        yield from exchange.exchange(self, values, turn)
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        yield from exchange.exchange(self, values, context)
 
     def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:
         return exchange.bytes_sent(self, self.blocks(layout), rank, world_size, algorithm)
@@ -135,7 +135,7 @@ class Codec(Compression):
         return f"the payloads of {self!r} do not add up, and {algorithm!r} adds what it carries"
 
 
-Encoder = Backend[[Any, Tensor, Blocks, Draw, bool], Tensor]  # codec, values, blocks, draw, whether to leave the residual
+Encoder = Backend[[Any, Tensor, Blocks, RandomKeys, bool], Tensor]  # codec, values, blocks, random, whether to leave the residual
 Decoder = Backend[[Any, Tensor, Blocks, Tensor, bool], None]  # codec, payload, blocks, out, whether to add to it or replace it
 
 
@@ -146,25 +146,25 @@ class KernelCodec(Codec):
     encoder: ClassVar[Encoder]
     decoder: ClassVar[Decoder]
 
-    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        return self.encoder.on(values.device)(self, values, blocks, draw, False)
+    def encode(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        return self.encoder.on(values.device)(self, values, blocks, random, False)
 
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        return self.encoder.on(values.device)(self, values, blocks, draw, True)
+    def encode_residual(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        return self.encoder.on(values.device)(self, values, blocks, random, True)
 
-    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
+    def decode(self, payload: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        out = blocks.pool.empty(blocks.num_elements, torch.float32, payload.device)
         self.decoder.on(payload.device)(self, payload, blocks, out, False)
         return out
 
-    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
+    def add_decoded(self, payload: Tensor, blocks: Blocks, random: RandomKeys, total: Tensor) -> None:
         self.decoder.on(payload.device)(self, payload, blocks, total, True)
 
 
 class InTorch(Protocol):
     """The two functions of a codec in plain torch: what its kernels are compared with."""
 
-    def encode_in_torch(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor: ...
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor: ...
 
     def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor: ...
 
@@ -177,8 +177,8 @@ def with_kernels(name: str) -> tuple[Encoder, Decoder]:
     )
 
 
-def _encode_in_torch(codec: InTorch, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
-    payload = codec.encode_in_torch(values, blocks, draw)
+def _encode_in_torch(codec: InTorch, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    payload = codec.encode_in_torch(values, blocks, random)
     if residual:
         values.sub_(codec.decode_in_torch(payload, blocks))
     return payload

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from stretto.compress import bits
 from stretto.compress.codec import KernelCodec, with_kernels
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import ConfigurationError, MalformedPayload
 
 ZERO = 127  # the code of 0
@@ -60,7 +60,7 @@ class Dynamic8(KernelCodec):
     def num_bytes(self, blocks: Blocks) -> int:
         return bits.num_bytes(blocks, 8, 1)
 
-    def encode_in_torch(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         new, numbers = bits.blank(blocks, 8, 1, values), blocks.numbers(values.device)
         new.scales.zero_().scatter_reduce_(0, numbers, values.abs(), "amax")
         # Divided, not multiplied by a reciprocal: of a scale below 2^-128 that is infinite.

@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 
 from stretto.compress.codec import Codec, Compression
-from stretto.compress.draw import mix
 from stretto.compress.error_feedback import combines_blocks
 from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange
 from stretto.compress.layout import Layout
-from stretto.compress.rounds import Steps, Turn, parts
-from stretto.compress.state import SERVER, Exported, State
+from stretto.compress.random_numbers import mix
+from stretto.compress.rounds import ExchangeContext, Steps, share_out
+from stretto.compress.state import SERVER, CompressionState, Exported
 from stretto.errors import ConfigurationError
 
 ESTIMATE, VELOCITY, MEAN = "estimate", "velocity", "mean_estimate"
@@ -77,37 +77,37 @@ class EF21(Compression):
             return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
         return self.codec.refusal(algorithm)
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        own, shared = turn.state.own, turn.state.shared
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        own, shared = context.state.own, context.state.shared
         estimate, mean = own.flat(ESTIMATE), shared.flat(MEAN)
-        target = own.next_flat(ESTIMATE).copy_(self._target(values, turn))
-        memory = turn.blocks_of(self.codec).memory
-        residual = torch.sub(target, estimate, out=memory.empty(len(target), torch.float32, target.device))
-        yield from exchange(self.codec, values, turn, self._feedback(residual, turn))
+        target = own.next_flat(ESTIMATE).copy_(self._target(values, context))
+        pool = context.blocks_of(self.codec).pool
+        residual = torch.sub(target, estimate, out=pool.empty(len(target), torch.float32, target.device))
+        yield from exchange(self.codec, values, context, self._feedback(residual, context))
         target.sub_(residual)  # what remains is e_i + c_i
         values.copy_(torch.add(mean, values, out=shared.next_flat(MEAN)))
 
-    def _target(self, values: Tensor, turn: Turn) -> Tensor:
+    def _target(self, values: Tensor, context: ExchangeContext) -> Tensor:
         """What the estimate is to become: the gradient, or its running mean; or what it is, if this worker does not take part."""
-        own = turn.state.own
-        if mix(turn.draw.own ^ COIN) >= self.participation * 2**32:
+        own = context.state.own
+        if mix(context.random.own ^ COIN) >= self.participation * 2**32:
             return own.flat(ESTIMATE)
         if self.momentum is None:
             return values
         weight = self.momentum if bool(own.flat(VELOCITY).any()) else 1.0  # the first one that this worker has
         return torch.lerp(own.flat(VELOCITY), values, weight, out=own.next_flat(VELOCITY))
 
-    def _feedback(self, residual: Tensor, turn: Turn) -> Feedback:
-        if not combines_blocks(self.codec, turn.world_size):
+    def _feedback(self, residual: Tensor, context: ExchangeContext) -> Feedback:
+        if not combines_blocks(self.codec, context.world_size):
             return Feedback(residual)
-        own, mine = turn.state.own, turn.parts_of(self.codec)[turn.rank]
+        own, mine = context.state.own, context.shares_of(self.codec)[context.rank]
         return Feedback(residual, own.flat(SERVER, mine.start, mine.stop), own.next_flat(SERVER))
 
-    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+    def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
         """Of the means this worker may have kept blocks that it no longer combines: what was not said of them is taken off its
         own estimate, P times, for a P-th of that reaches the mean. Then it is said as part of the next difference."""
         if combines_blocks(self.codec, world_size):
-            mine = parts(self.codec.blocks(state.layout), world_size)[rank]
+            mine = share_out(self.codec.blocks(state.layout), world_size)[rank]
             state.own.flat(SERVER, mine.start, mine.stop)
         elif any(SERVER in kinds for kinds in own.values()):
             state.own.flat(SERVER, 0, 0)

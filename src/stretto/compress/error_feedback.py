@@ -27,8 +27,8 @@ from stretto.compress.codec import Codec, Compression
 from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange, uses_two_phases
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
-from stretto.compress.rounds import Steps, Turn, parts
-from stretto.compress.state import SERVER, Exported, State
+from stretto.compress.rounds import ExchangeContext, Steps, share_out
+from stretto.compress.state import SERVER, CompressionState, Exported
 from stretto.errors import ConfigurationError
 
 RESIDUAL = "residual"
@@ -36,7 +36,7 @@ RESIDUAL = "residual"
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback(Compression):
-    """`codec`: anything that is a contraction. One with a memory of its own (`DGC`, `DeMo`, `OneBitAdam`) needs no other."""
+    """`codec`: any contraction. One that keeps a residual by itself (`DGC`, `DeMo`, `OneBitAdam`) needs no other."""
 
     codec: Compression
     remembers: ClassVar[bool] = True
@@ -70,20 +70,20 @@ class ErrorFeedback(Compression):
             return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
         return self.codec.refusal(algorithm)
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        own = turn.state.own
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        own = context.state.own
         residual = torch.add(values, own.flat(RESIDUAL), out=own.next_flat(RESIDUAL))
         if not isinstance(self.codec, Codec):
-            yield from _around(self.codec, values, residual, turn)
+            yield from _around(self.codec, values, residual, context)
             return
         feedback = Feedback(residual)
-        if combines_blocks(self.codec, turn.world_size):
-            mine = turn.parts_of(self.codec)[turn.rank]
+        if combines_blocks(self.codec, context.world_size):
+            mine = context.shares_of(self.codec)[context.rank]
             server = own.flat(SERVER, mine.start, mine.stop)
             feedback = Feedback(residual, server, own.next_flat(SERVER))
-        yield from exchange(self.codec, values, turn, feedback)
+        yield from exchange(self.codec, values, context, feedback)
 
-    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+    def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
         if isinstance(self.codec, Codec):
             restore_feedback(self.codec, state, own, rank, world_size)
         else:
@@ -105,19 +105,19 @@ def _why_not(codec: object) -> str | None:
     return codec.no_residual
 
 
-def _around(codec: Compression, values: Tensor, residual: Tensor, turn: Turn) -> Steps:
+def _around(codec: Compression, values: Tensor, residual: Tensor, context: ExchangeContext) -> Steps:
     """Of one that drives its own rounds (PowerSGD): what all of them combined is what was said, so the mean is conserved."""
     values.copy_(residual)
-    yield from codec.exchange(values, turn)
+    yield from codec.exchange(values, context)
     residual.sub_(values)
 
 
-def restore_feedback(codec: Codec, state: State, own: Exported, rank: int, world_size: int) -> None:
+def restore_feedback(codec: Codec, state: CompressionState, own: Exported, rank: int, world_size: int) -> None:
     """Take up residuals. Of the server's, this worker may have kept blocks that it no longer combines: what they hold becomes
     part of its own residual, P times, for a P-th of that reaches the mean."""
     first, last = 0, 0
     if combines_blocks(codec, world_size):
-        mine = parts(codec.blocks(state.layout), world_size)[rank]
+        mine = share_out(codec.blocks(state.layout), world_size)[rank]
         first, last = mine.start, mine.stop
         state.own.flat(SERVER, first, last)
     kept = {name: dict(own[name]) for name in (place.name for place in state.layout.places) if name in own}

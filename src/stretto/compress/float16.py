@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from stretto.compress.codec import Codec, with_kernels
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sixteen_bits import SixteenBits
 
 LARGEST = 65504.0
@@ -47,7 +47,7 @@ class Float16(SixteenBits):
         """The codec of one payload of `world_size` that are to be added."""
         return self if world_size == 1 else _Float16OfSeveral(world_size)
 
-    def encode_in_torch(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         # Rounded first and brought down after, which is the same: `limit` is a half, and rounding keeps order.
         return values.to(torch.float16).clamp_(-self.limit, self.limit).view(torch.uint8)
 

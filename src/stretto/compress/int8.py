@@ -29,8 +29,8 @@ from torch import Tensor
 
 from stretto.compress import bits
 from stretto.compress.codec import KernelCodec, with_kernels
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import ConfigurationError, MalformedPayload
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ class Int8(KernelCodec):
     def num_bytes(self, blocks: Blocks) -> int:
         return bits.num_bytes(blocks, 8, 1)
 
-    def encode_in_torch(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         new, numbers = bits.blank(blocks, 8, 1, values), blocks.numbers(values.device)
         largest = torch.zeros_like(new.scales).scatter_reduce_(0, numbers, values.abs(), "amax")
         new.scales.copy_(scales_of(largest))
-        uniform = draw.uniform(blocks, draw.own, values.device) if self.stochastic else None
+        uniform = random.uniform(blocks, random.own, values.device) if self.stochastic else None
         new.packed.copy_(codes_of(values, new.scales[numbers], uniform).view(torch.uint8))
         return new.whole
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Layout
 from stretto.compress.orthogonal import Shapes, cut
+from stretto.compress.random_numbers import RandomKeys
 
 
 class Matrix(NamedTuple):
@@ -117,6 +117,6 @@ def _step(one: tuple[int, int, int], other: tuple[int, int, int]) -> tuple[int, 
 def first_q(m: Matrix) -> Tensor:
     """(r, b), normal with variance 1 / b: a function of the parameter's name, by Box and Muller's transformation."""
     half = -(-m.r * m.b // 2)
-    uniform = Draw().uniform(Layout.of([(m.name, (2 * half,))]).whole(), key=0).double()
+    uniform = RandomKeys().uniform(Layout.of([(m.name, (2 * half,))]).whole(), key=0).double()
     radius, angle = (-2.0 / m.b * torch.log1p(-uniform[:half])).sqrt(), 2.0 * math.pi * uniform[half:]
     return torch.cat((radius * angle.cos(), radius * angle.sin()))[: m.r * m.b].float().view(m.r, m.b)

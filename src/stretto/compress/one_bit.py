@@ -29,8 +29,8 @@ from torch import Tensor
 
 from stretto.compress import bits
 from stretto.compress.codec import KernelCodec, with_kernels
-from stretto.compress.draw import Draw
-from stretto.compress.layout import Blocks, Layout, Place
+from stretto.compress.layout import Blocks, Layout, TensorPlace
+from stretto.compress.random_numbers import RandomKeys
 
 MEANS = 2  # float32 per row
 
@@ -49,7 +49,7 @@ class OneBit(KernelCodec):
     def num_bytes(self, blocks: Blocks) -> int:
         return bits.num_bytes(blocks, 1, MEANS)
 
-    def encode_in_torch(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         new = bits.blank(blocks, 1, MEANS, values)
         below = values < 0
         num_below = bits.sums(below, blocks)
@@ -69,5 +69,5 @@ class OneBit(KernelCodec):
         return torch.where(above_zero, above[rows], below[rows])
 
 
-def row_length(place: Place) -> int:
+def row_length(place: TensorPlace) -> int:
     return place.size // place.shape[0] if len(place.shape) > 1 and place.size else place.size

@@ -37,11 +37,11 @@ from torch import Tensor
 from stretto.compress.backend import accelerated
 from stretto.compress.codec import Compression
 from stretto.compress.exchange import bytes_of_sum
-from stretto.compress.layout import Layout, Place
+from stretto.compress.layout import Layout, TensorPlace
 from stretto.compress.matrices import Matrices, Matrix
 from stretto.compress.none import NoCompression
 from stretto.compress.orthogonal import cut, orthonormalise
-from stretto.compress.rounds import Steps, Sum, Turn
+from stretto.compress.rounds import ExchangeContext, Steps, Sum
 from stretto.errors import ConfigurationError
 
 Q = "q"
@@ -69,21 +69,21 @@ class PowerSGD(Compression):
             )
 
     def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:
-        a, b = _sides(Place(name, shape, 0))
+        a, b = _sides(TensorPlace(name, shape, 0))
         r = min(self.rank, a, b)
         return self if len(shape) > 1 and r > 0 and a * b >= self.min_rate * r * (a + b) else NoCompression()
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        matrices = self._matrices_of(turn)
-        right = _remembered(matrices, turn)
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        matrices = self._matrices_of(context)
+        right = _remembered(matrices, context)
         left = torch.empty(sum(r * a for r, a in matrices.lefts), device=values.device, dtype=torch.float32)
         times_right(values, right, matrices, left)
         left = yield Sum(left)
         orthonormalise(left, matrices.lefts)
         times_left(values, left, matrices, right)
-        right = yield Sum(right.mul_(1.0 / turn.world_size))
+        right = yield Sum(right.mul_(1.0 / context.world_size))
         multiply(left, right, matrices, values)
-        _remember(right, matrices, turn)
+        _remember(right, matrices, context)
 
     def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int:
         if world_size == 1:
@@ -92,25 +92,25 @@ class PowerSGD(Compression):
         lengths = (sum(r * n for r, n in shapes) for shapes in (matrices.lefts, matrices.rights))
         return sum(bytes_of_sum(length, 4, rank, world_size, algorithm) for length in lengths)
 
-    def _matrices_of(self, turn: Turn) -> Matrices:
-        if self not in turn.kept:
-            turn.kept[self] = self._matrices(turn.layout)
-        return turn.kept[self]  # type: ignore[no-any-return]
+    def _matrices_of(self, context: ExchangeContext) -> Matrices:
+        if self not in context.kept:
+            context.kept[self] = self._matrices(context.layout)
+        return context.kept[self]  # type: ignore[no-any-return]
 
     def _matrices(self, layout: Layout) -> Matrices:
         sides = [(place, *_sides(place)) for place in layout.places if place.size]
         return Matrices(Matrix(place.name, place.start, min(self.rank, a, b), a, b) for place, a, b in sides)
 
 
-def _sides(place: Place) -> tuple[int, int]:
+def _sides(place: TensorPlace) -> tuple[int, int]:
     rows = place.shape[0] if place.shape else 1
     return rows, place.size // max(1, rows)
 
 
-def _remembered(matrices: Matrices, turn: Turn) -> Tensor:
+def _remembered(matrices: Matrices, context: ExchangeContext) -> Tensor:
     """All Q^T, one after the other, to be overwritten."""
-    device = turn.state.device
-    parts = [turn.state.shared.get(Q, m.name) for m in matrices.each]
+    device = context.state.device
+    parts = [context.state.shared.get(Q, m.name) for m in matrices.each]
     if not all(map(_is_usable, parts, matrices.rights)):
         first = cut(matrices.first(device), matrices.rights)
         parts = [q if _is_usable(q, (m.r, m.b)) else new for q, m, new in zip(parts, matrices.each, first, strict=True)]
@@ -121,13 +121,13 @@ def _is_usable(q: Tensor | None, shape: tuple[int, int]) -> bool:
     return q is not None and q.shape == shape  # not after a checkpoint of another rank
 
 
-def _remember(right: Tensor, matrices: Matrices, turn: Turn) -> None:
+def _remember(right: Tensor, matrices: Matrices, context: ExchangeContext) -> None:
     lost = orthonormalise(right, matrices.rights)
     if right.device.type != "cpu" or bool(lost.any()):  # to ask a GPU would be to wait for it
         spread = torch.repeat_interleave(lost, matrices.lengths(right.device), output_size=len(right))
         torch.where(spread, matrices.first(right.device), right, out=right)
     for m, q in zip(matrices.each, cut(right, matrices.rights), strict=True):
-        turn.state.shared.set_next(Q, m.name, q)
+        context.state.shared.set_next(Q, m.name, q)
 
 
 @accelerated(cpu="low_rank_cpu.times_right")

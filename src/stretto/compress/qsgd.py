@@ -14,8 +14,8 @@ With error feedback: it adds nothing on average, and residuals may grow without 
             refused unless omega is below 1; with "max", where the largest value is exact, omega is at the worst
             (sqrt(1 + (d - 1) / s^2) - 1) / 2. For buckets of 512 that is 10.8, 3.3 and 1.2 with 2, 3 and 4 bits, which are
             refused, and 0.40, 0.12, 0.03 and 0.01 with 5 to 8. ("l2": 22.6, 7.5, 2.6 and 0.57, 0.13, 0.03, 0.01.)
-Invariant:  a value of 0 stays 0, no sign changes, no level is above s; numbers are drawn by element and round (`draw.py`),
-            whatever the buckets of parameters.
+Invariant:  a value of 0 stays 0, no sign changes, no level is above s; numbers are drawn by element and round, whatever the
+            buckets of parameters (`random_numbers.py`).
 Reference: Alistarh et al., "QSGD", NeurIPS 2017 (with "l2"; in practice it takes "max", as does the default here). Departs from
            it: fields of one width, where it codes levels by Elias: those are shorter for few levels and "l2", when most are 0,
            but their length depends on the values and they can only be read one after the other.
@@ -31,8 +31,8 @@ from torch import Tensor
 
 from stretto.compress import bits as packing
 from stretto.compress.codec import KernelCodec, with_kernels
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import ConfigurationError
 
 Norm = Literal["max", "l2"]
@@ -85,13 +85,13 @@ class QSGD(KernelCodec):
     def num_bytes(self, blocks: Blocks) -> int:
         return packing.num_bytes(blocks, self.bits, 1)
 
-    def encode_in_torch(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         new = packing.blank(blocks, self.bits, 1, values)
         new.scales.copy_(_norms(values, blocks, self.norm))
         norms = new.scales[blocks.numbers(values.device)]
         exact = values.abs() / torch.where(norms > 0, norms, 1.0) * (2 ** (self.bits - 1) - 1)
         levels = exact.floor()
-        levels += draw.uniform(blocks, draw.own, values.device) < exact - levels
+        levels += random.uniform(blocks, random.own, values.device) < exact - levels
         negative = (values < 0) & (levels > 0)
         new.packed.copy_(packing.pack((2 * levels + negative).to(torch.uint8), blocks, self.bits))
         return new.whole

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from stretto.collectives.hop import Hop
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.state import State
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.state import CompressionState
 
 if TYPE_CHECKING:
     from stretto.compress.codec import Codec
@@ -52,7 +52,7 @@ Collective = Sum | Gather | Transpose | SumInHops
 Steps = Generator[Collective, Tensor, None]
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """The blocks that one worker combines in a two-phase exchange: elements start to stop - 1."""
 
     start: int
@@ -61,12 +61,12 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class Turn:
+class ExchangeContext:
     """One bucket's turn in one round: who is here, what is remembered, which random numbers are drawn."""
 
     layout: Layout
-    state: State
-    draw: Draw = field(default_factory=Draw)
+    state: CompressionState
+    random: RandomKeys = field(default_factory=RandomKeys)
     rank: int = 0
     world_size: int = 1
     algorithm: str = "auto"  # the all-reduce that the strategy names
@@ -78,14 +78,14 @@ class Turn:
             self.kept[codec] = codec.blocks(self.layout)
         return self.kept[codec]  # type: ignore[no-any-return]
 
-    def parts_of(self, codec: Codec) -> list[Part]:
+    def shares_of(self, codec: Codec) -> list[Share]:
         """Whole blocks for each worker, as evenly as they can be shared out."""
         key = (codec, self.world_size)
         if key not in self.kept:
-            self.kept[key] = parts(self.blocks_of(codec), self.world_size)
+            self.kept[key] = share_out(self.blocks_of(codec), self.world_size)
         return self.kept[key]  # type: ignore[no-any-return]
 
 
-def parts(blocks: Blocks, world_size: int) -> list[Part]:
+def share_out(blocks: Blocks, world_size: int) -> list[Share]:
     bounds = blocks.bounds.tolist()
-    return [Part(bounds[a], bounds[b], blocks.part(a, b)) for a, b in blocks.split(world_size)]
+    return [Share(bounds[a], bounds[b], blocks.part(a, b)) for a, b in blocks.split(world_size)]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress.backend import accelerated
-from stretto.compress.draw import mix
+from stretto.compress.random_numbers import mix
 
 SAMPLED, LEAST, LEAST_ABOVE = 0.01, 1024, 8
 ENOUGH, LOWER, TRIES = 0.8, 0.8, 10

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from stretto.compress import bits, exchange
 from stretto.compress.codec import KernelCodec, with_kernels
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.rounds import Steps, Turn
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import ExchangeContext, Steps
 from stretto.errors import ConfigurationError
 
 NO_MAGNITUDE = "a vote has no magnitude, so there is no difference from the gradient to feed back"
@@ -85,12 +85,12 @@ class Sign(KernelCodec):
         """Of each block."""
         return 0 if self.vote else 1
 
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_residual(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         if self.vote:
             raise ConfigurationError(f"ErrorFeedback({self!r}): {NO_MAGNITUDE}.\nWrite {self!r} alone, or ErrorFeedback(Sign()).")
-        return KernelCodec.encode_residual(self, values, blocks, draw)
+        return KernelCodec.encode_residual(self, values, blocks, random)
 
-    def encode_in_torch(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         new = bits.blank(blocks, 1, self.num_scales, values)
         if not self.vote:
             new.scales.copy_(bits.sums(values.abs(), blocks) / blocks.lengths.to(values.device))
@@ -105,8 +105,8 @@ class Sign(KernelCodec):
         bits.check_scales(came.scales)
         return signs * came.scales[blocks.numbers(payload.device)]
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
         """Of a vote: what is decoded adds up to votes for less votes against, so its sign is the majority's."""
-        yield from exchange.exchange(self, values, turn)
+        yield from exchange.exchange(self, values, context)
         if self.vote:
             torch.ge(values, 0.0, out=values).mul_(2.0).sub_(1.0)

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from stretto.compress.backend import accelerated
-from stretto.compress.draw import MASK
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import MASK
 from stretto.errors import ConfigurationError, MalformedPayload
 
 COUNT, INDEX, PADDING, BITMAP, VALUE = PROBLEMS = (

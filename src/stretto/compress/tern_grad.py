@@ -10,7 +10,8 @@ Unbiased without clipping (`clip=None`): E[C(x)] = x, and E|C(x) - x|^2 = s |x|_
 With error feedback: refused, whatever the block. It is no contraction (omega >= 1 from blocks of 9 values on): of Gaussian
             gradients, residuals get 25 times as long as a gradient within 400 rounds, in one block of 65,536
             values more than 90 times, and still grow.
-Invariant:  a value of 0 stays 0, no sign changes; numbers are drawn by element and round (`draw.py`), whatever the buckets.
+Invariant:  a value of 0 stays 0, no sign changes; numbers are drawn by element and round, whatever the buckets
+            (`random_numbers.py`).
 Reference: Wen et al., "TernGrad", NeurIPS 2017. Departs from it: a scale per block, where it has one per layer: s and the
            variance are smaller, and workers can share the blocks out; `block=None` is as published. sigma is taken about 0, not
            about the mean: the same for gradients, whose mean is small beside it, and a block of equal values (or of one) is not
@@ -28,8 +29,8 @@ from torch import Tensor
 
 from stretto.compress import bits
 from stretto.compress.codec import KernelCodec, with_kernels
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import ConfigurationError
 
 
@@ -71,7 +72,7 @@ class TernGrad(KernelCodec):
         """Infinity for none."""
         return math.inf if self.clip is None else float(self.clip)
 
-    def encode_in_torch(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         new, numbers = bits.blank(blocks, 2, 1, values), blocks.numbers(values.device)
         new.scales.copy_(bits.largest_magnitudes(values, blocks))
         if self.clip is not None:
@@ -79,7 +80,7 @@ class TernGrad(KernelCodec):
             new.scales.copy_(torch.minimum(new.scales, (self.clip * sigma).float()))
         scales = new.scales[numbers]
         probability = torch.minimum(values.abs(), scales) / torch.where(scales > 0, scales, 1.0)
-        drawn = draw.uniform(blocks, draw.own, values.device) < probability
+        drawn = random.uniform(blocks, random.own, values.device) < probability
         new.packed.copy_(bits.pack(drawn.to(torch.uint8) << (values < 0).to(torch.uint8), blocks, 2))
         return new.whole
 

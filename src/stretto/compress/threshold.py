@@ -22,8 +22,8 @@ from torch import Tensor
 from stretto.compress import sparse_format
 from stretto.compress.backend import accelerated
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sparse_format import Chosen, Form
 from stretto.errors import ConfigurationError, MalformedPayload
 
@@ -49,18 +49,18 @@ class Threshold(Codec):
     def max_bytes(self, blocks: Blocks) -> int:
         return 4 * len(blocks) + 8 * blocks.num_elements
 
-    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         return sparse_format.write(*at_least(values, _bits(self.value), blocks))
 
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_residual(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         chosen, form = at_least(values, _bits(self.value), blocks)
         sparse_format.erase(chosen.places, values)
         return sparse_format.write(chosen, form)
 
-    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def decode(self, payload: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         return sparse_format.spread(self._read(payload, blocks), blocks.num_elements)
 
-    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
+    def add_decoded(self, payload: Tensor, blocks: Blocks, random: RandomKeys, total: Tensor) -> None:
         sparse_format.add(self._read(payload, blocks), total)
 
     def _read(self, payload: Tensor, blocks: Blocks) -> Chosen:

@@ -26,14 +26,14 @@ from torch import Tensor
 from stretto.compress import sparse_format
 from stretto.compress.backend import Backend, accelerated
 from stretto.compress.codec import KernelCodec
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sparse_format import Chosen, Form
 
 MAGNITUDE = 0x7FFFFFFF  # all but the sign of a float32's bits; as integers they order like the magnitudes
 
 
-def _encode(codec: TopK, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def _encode(codec: TopK, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     form = codec.form(blocks)
     chosen = largest(values, form)
     if residual:

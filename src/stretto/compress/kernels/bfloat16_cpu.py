@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stretto.compress.draw import Draw
 from stretto.compress.kernels.compiling import compiled
-from stretto.compress.kernels.draw_cpu import bits_of, mix
+from stretto.compress.kernels.random_numbers_cpu import bits_of, mix
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sixteen_bits import halves_of, refuse_if
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ INFINITE = np.uint16(0x7F80)
 FINITE_BITS = np.uint16(0x7FFF)
 
 
-def encode(codec: BFloat16, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
-    halves = blocks.memory.empty(len(values), torch.int16, values.device)
+def encode(codec: BFloat16, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    halves = blocks.pool.empty(len(values), torch.int16, values.device)
     bits, out = values.numpy().view("u4"), halves.numpy().view("u2")
     if codec.stochastic:
         bounds, keys = blocks.bounds.numpy(), blocks.keys.numpy()
-        _encode_stochastic(bits, bounds, keys, draw.own, codec.limit_bits, out, residual)
+        _encode_stochastic(bits, bounds, keys, random.own, codec.limit_bits, out, residual)
     else:
         (_encode_residual if residual else _encode)(bits, codec.limit_bits, out)
     return halves.view(torch.uint8)

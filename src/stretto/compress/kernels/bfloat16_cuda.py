@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.compress.draw import Draw
-from stretto.compress.kernels.cut_cuda import Pieces, cut_of, pieces_of
-from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
+from stretto.compress.kernels.device_blocks_cuda import Pieces, device_blocks_of, pieces_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
+from stretto.compress.kernels.random_numbers_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sixteen_bits import halves_of, refuse_if
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ TILE = 4096
 MAGNITUDE, SIGN, INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x8000), tl.constexpr(0x7F80)
 
 
-def encode(codec: BFloat16, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: BFloat16, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     """With `residual`, `values` becomes what was not said."""
     halves = torch.empty(len(values), dtype=torch.int16, device=values.device)
     if len(values) and codec.stochastic:
-        cut = cut_of(blocks, values.device)
+        cut = device_blocks_of(blocks, values.device)
         if "pieces" not in cut.made:
             cut.made["pieces"] = pieces_of(blocks.lengths, TILE, values.device)
         pieces: Pieces = cut.made["pieces"]
         _encode_stochastic[(len(pieces.owners),)](
-            values, halves, cut.bounds, cut.keys, pieces.owners, pieces.firsts, as_argument(draw.own), codec.limit_bits,
+            values, halves, cut.bounds, cut.keys, pieces.owners, pieces.firsts, as_argument(random.own), codec.limit_bits,
             RESIDUAL=residual, TILE=TILE,
         )  # fmt: skip
     elif len(values):

@@ -1,4 +1,4 @@
-"""What the kernels of few bits have in common: packing, magnitudes, sums, and the random numbers of `draw.py`.
+"""What the kernels of few bits have in common: packing, magnitudes, sums, and the random numbers of `random_numbers.py`.
 
 All of it works on a piece of a block that lies in the first cache: at most `PIECE` values, a multiple of 8, so that pieces of any
 width end with a byte. LLVM makes vector code of these loops because they run over slices (an index that may be negative stops
@@ -17,8 +17,8 @@ import numpy.typing as npt
 from numba import types
 from numba.extending import intrinsic
 
-from stretto.compress.draw import GOLDEN, MULTIPLY_1, MULTIPLY_2
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.random_numbers import GOLDEN, MULTIPLY_1, MULTIPLY_2
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -82,7 +82,7 @@ def first_state(block_key: int, round_key: int, index: int) -> np.uint32:
 
 @compiled
 def uniform(state: np.uint32) -> np.float32:
-    """That element's number in [0, 1): what `Draw.uniform` has."""
+    """That element's number in [0, 1): what `RandomKeys.uniform` has."""
     return np.float32(np.float32(np.int32(mix(state) >> _S8)) * _STEP)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.compress.dgc import Memory
+from stretto.compress.dgc import Accumulators
 from stretto.compress.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 LARGEST = np.float32(np.finfo(np.float32).max)
 
 
-def accumulate(g: Tensor, before: Memory, momentum: float, nesterov: bool, after: Memory) -> None:
+def accumulate(g: Tensor, before: Accumulators, momentum: float, nesterov: bool, after: Accumulators) -> None:
     mu = torch.tensor([momentum], dtype=torch.float32, device="cpu")
     (_accumulate_nesterov if nesterov else _accumulate)(*(x.numpy() for x in (g, *before, mu, *after)))
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stretto.compress import bits as packing
 from stretto.compress import dynamic8
-from stretto.compress.draw import Draw
 from stretto.compress.kernels.compiling import compiled
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 
 Bits = NDArray[np.uint32]
 Codes = NDArray[np.uint8]
@@ -35,7 +35,7 @@ ENTRIES, FIRST_CELL = dynamic8.cells().entries.numpy().view(np.uint32), dynamic8
 FIRST, LAST = np.int32(FIRST_CELL), np.int32(FIRST_CELL + len(ENTRIES) - 1)
 
 
-def encode(codec: dynamic8.Dynamic8, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: dynamic8.Dynamic8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     new = packing.blank(blocks, 8, 1, values)
     kernel = _encode_residual if residual else _encode
     kernel(values.numpy().view("u4"), blocks.bounds.numpy(), new.scales.numpy().view("u4"), new.packed.numpy())

@@ -23,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import dynamic8
-from stretto.compress.draw import Draw
-from stretto.compress.kernels.cut_cuda import cut_of
+from stretto.compress.kernels.device_blocks_cuda import device_blocks_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import MalformedPayload
 
 MAGNITUDE, FINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(dynamic8.FINITE)
@@ -50,11 +50,11 @@ def tables_on(device: torch.device) -> Tables:
     return Tables(dynamic8.cells().entries.to(device), torch.tensor(dynamic8.table(), dtype=torch.float32, device=device))
 
 
-def encode(codec: dynamic8.Dynamic8, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: dynamic8.Dynamic8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     """With `residual`, `values` becomes what was not said."""
     payload = torch.empty(4 * len(blocks) + len(values), dtype=torch.uint8, device=values.device)
     if len(blocks):
-        cut, scales = cut_of(blocks, values.device), payload[: 4 * len(blocks)].view(torch.int32)
+        cut, scales = device_blocks_of(blocks, values.device), payload[: 4 * len(blocks)].view(torch.int32)
         _encode[cut.grid](
             values, payload, scales, cut.bounds, *tables_on(values.device), len(blocks), RESIDUAL=residual, **EXACT, **cut.shape
         )
@@ -67,7 +67,7 @@ def decode(codec: dynamic8.Dynamic8, payload: Tensor, blocks: Blocks, out: Tenso
         raise MalformedPayload(f"{len(payload)} bytes came where {codec.num_bytes(blocks)} must")
     if not len(blocks):
         return
-    cut, problem = cut_of(blocks, out.device), new_flag(out.device)
+    cut, problem = device_blocks_of(blocks, out.device), new_flag(out.device)
     _decode[cut.grid](
         payload, cut.bounds, tables_on(out.device).table, out, problem, len(blocks), ADDING=adding, **EXACT, **cut.shape
     )

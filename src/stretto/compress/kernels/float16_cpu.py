@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stretto.compress.draw import Draw
 from stretto.compress.kernels.compiling import compiled
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sixteen_bits import halves_of, refuse_if
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ HALF_MAGNITUDE, HALF_NORMAL, HALF_INFINITE = np.uint32(0x7FFF), np.uint32(0x400)
 SMALLEST = np.float32(2.0**-24)
 
 
-def encode(codec: Float16, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
-    halves = blocks.memory.empty(len(values), torch.int16, values.device)
+def encode(codec: Float16, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    halves = blocks.pool.empty(len(values), torch.int16, values.device)
     limit_bits = int(torch.tensor(codec.limit, dtype=torch.float32, device="cpu").view(torch.int32))
     (_encode_residual if residual else _encode)(values.numpy().view("u4"), limit_bits, halves.numpy().view("u2"))
     return halves.view(torch.uint8)

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.compress.draw import Draw
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sixteen_bits import halves_of, refuse_if
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ TILE = 4096
 MAGNITUDE, INFINITE = tl.constexpr(0x7FFF), tl.constexpr(0x7C00)
 
 
-def encode(codec: Float16, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: Float16, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     """With `residual`, `values` becomes what was not said."""
     halves = torch.empty(len(values), dtype=torch.float16, device=values.device)
     if len(values):

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from stretto.compress import bits as packing
 from stretto.compress import int8
-from stretto.compress.draw import Draw
 from stretto.compress.kernels.compiling import compiled
-from stretto.compress.kernels.draw_cpu import bits_of, mix
+from stretto.compress.kernels.random_numbers_cpu import bits_of, mix
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 
 Bits = NDArray[np.uint32]
 Codes = NDArray[np.uint8]
@@ -35,7 +35,7 @@ ROUNDS = np.float32(1.5 * 2**23)  # leaves no room for a fraction: the lowest by
 GOOD, BAD_SCALE, BAD_CODE, NOT_ZERO = 0, 1, 2, 3  # numbers in `int8.PROBLEMS`
 
 
-def encode(codec: int8.Int8, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: int8.Int8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     new = packing.blank(blocks, 8, 1, values)
     bits, bounds, scales, codes = (
         values.numpy().view("u4"),
@@ -44,7 +44,7 @@ def encode(codec: int8.Int8, values: Tensor, blocks: Blocks, draw: Draw, residua
         new.packed.numpy(),
     )
     if codec.stochastic:
-        _encode_stochastic(bits, bounds, blocks.keys.numpy(), draw.own, scales, codes, residual)
+        _encode_stochastic(bits, bounds, blocks.keys.numpy(), random.own, scales, codes, residual)
     else:
         (_encode_residual if residual else _encode)(bits, bounds, scales, codes)
     return new.whole

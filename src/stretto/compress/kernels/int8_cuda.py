@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import int8
-from stretto.compress.draw import Draw
-from stretto.compress.kernels.cut_cuda import cut_of
-from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
+from stretto.compress.kernels.device_blocks_cuda import device_blocks_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
+from stretto.compress.kernels.random_numbers_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import MalformedPayload
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -32,21 +32,21 @@ ULP = tl.constexpr(2.0**-24)
 BAD_SCALE, BAD_CODE, NOT_ZERO = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # numbers in `int8.PROBLEMS`
 
 
-def encode(codec: int8.Int8, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: int8.Int8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     """With `residual`, `values` becomes what was not said."""
     payload = torch.empty(4 * len(blocks) + len(values), dtype=torch.uint8, device=values.device)
     if len(blocks):
-        cut = cut_of(blocks, values.device)
+        cut = device_blocks_of(blocks, values.device)
         _encode[cut.grid](
             values, payload, payload[: 4 * len(blocks)].view(torch.int32), cut.bounds, cut.keys, len(blocks),
-            as_argument(draw.own if codec.stochastic else 0), STOCHASTIC=codec.stochastic, RESIDUAL=residual, **cut.shape,
+            as_argument(random.own if codec.stochastic else 0), STOCHASTIC=codec.stochastic, RESIDUAL=residual, **cut.shape,
         )  # fmt: skip
     return payload
 
 
 def decode(codec: int8.Int8, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
     """Waits for the device."""
-    cut, problem = cut_of(blocks, payload.device), new_flag(out.device)
+    cut, problem = device_blocks_of(blocks, payload.device), new_flag(out.device)
     if len(payload) != 4 * cut.num_blocks + cut.num_elements:
         raise MalformedPayload(f"{len(payload)} bytes came where {4 * cut.num_blocks + cut.num_elements} must")
     if cut.num_blocks:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from stretto.compress import bits as packing
 from stretto.compress.bits import BAD_FIELD, BAD_PADDING, BAD_SCALE, FINE
-from stretto.compress.draw import Draw
 from stretto.compress.kernels.bits_cpu import (
     GOLDEN_STEP,
     PIECE,
@@ -30,6 +29,7 @@ from stretto.compress.kernels.bits_cpu import (
 )
 from stretto.compress.kernels.compiling import compiled
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 
 if TYPE_CHECKING:
     from stretto.compress.qsgd import QSGD
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 _LARGEST = np.float64(np.finfo(np.float32).max)
 
 
-def encode(codec: QSGD, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: QSGD, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     new, bounds, keys = packing.blank(blocks, codec.bits, 1, values), blocks.bounds.numpy(), blocks.keys.numpy()
     norms, packed, l2 = new.scales.numpy(), new.packed.numpy(), codec.norm == "l2"
-    _encode(values.numpy(), bounds, keys, draw.own, codec.bits, l2, norms, packed, residual)
+    _encode(values.numpy(), bounds, keys, random.own, codec.bits, l2, norms, packed, residual)
     return new.whole
 
 

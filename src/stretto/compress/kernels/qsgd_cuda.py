@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import bits as packing
-from stretto.compress.draw import Draw
 from stretto.compress.kernels.bits_cuda import (
     blank,
     check_length,
@@ -31,11 +30,12 @@ from stretto.compress.kernels.bits_cuda import (
     problem_of_rows,
     squares_of,
 )
-from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
+from stretto.compress.kernels.random_numbers_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 
 if TYPE_CHECKING:
     from stretto.compress.qsgd import QSGD
@@ -45,7 +45,7 @@ ULP = tl.constexpr(2.0**-24)
 BAD_FIELD = tl.constexpr(packing.BAD_FIELD)
 
 
-def encode(codec: QSGD, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: QSGD, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     """With `residual`, `values` becomes what was not said."""
     bits, l2 = codec.bits, codec.norm == "l2"
     plan = plan_of(blocks, bits, values.device)
@@ -56,7 +56,7 @@ def encode(codec: QSGD, values: Tensor, blocks: Blocks, draw: Draw, residual: bo
         largest, squares = measure(values, plan, squares=l2)
         norms.copy_(squares.sqrt().clamp(max=LARGEST.value) if l2 else largest)
     _encode[plan.grid](
-        values, payload, norms, *plan.columns, plan.keys, plan.num_blocks, as_argument(draw.own),
+        values, payload, norms, *plan.columns, plan.keys, plan.num_blocks, as_argument(random.own),
         BITS=bits, LEVELS=_levels(bits), L2=l2, RESIDUAL=residual, **plan.shape, enable_fp_fusion=False,
     )  # fmt: skip
     return payload

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from stretto.compress import bits as packing
 from stretto.compress.bits import BAD_PADDING, BAD_SCALE, FINE
-from stretto.compress.draw import Draw
 from stretto.compress.kernels.bits_cpu import PIECE, Bytes, Floats, Ints, Words, add, pack_signs, padding_is_zero, spread_bits
 from stretto.compress.kernels.compiling import compiled
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 
 if TYPE_CHECKING:
     from stretto.compress.sign import Sign
 
 
-def encode(codec: Sign, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: Sign, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     new = packing.blank(blocks, 1, codec.num_scales, values)
     _encode(values.numpy(), blocks.bounds.numpy(), new.scales.numpy(), new.packed.numpy(), residual)
     return new.whole

@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import bits
-from stretto.compress.draw import Draw
-from stretto.compress.kernels.cut_cuda import cut_of
+from stretto.compress.kernels.device_blocks_cuda import device_blocks_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import MalformedPayload
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 BAD_SCALE, BAD_PADDING = tl.constexpr(bits.BAD_SCALE), tl.constexpr(bits.BAD_PADDING)
 
 
-def encode(codec: Sign, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: Sign, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     """With `residual` (which a vote has not), `values` becomes what was not said."""
-    cut, scaled = cut_of(blocks, values.device), not codec.vote
+    cut, scaled = device_blocks_of(blocks, values.device), not codec.vote
     header = 4 * len(blocks) if scaled else 0
     payload = torch.empty(header + cut.num_packed, dtype=torch.uint8, device=values.device)
     scales = payload[:header].view(torch.float32)
@@ -45,7 +45,7 @@ def encode(codec: Sign, values: Tensor, blocks: Blocks, draw: Draw, residual: bo
 
 def decode(codec: Sign, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
     """Waits for the device."""
-    cut, scaled = cut_of(blocks, out.device), not codec.vote
+    cut, scaled = device_blocks_of(blocks, out.device), not codec.vote
     expected = cut.num_packed + (4 * len(blocks) if scaled else 0)
     if len(payload) != expected:
         raise MalformedPayload(f"{len(payload)} bytes came where {expected} must")

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.compress.draw import GOLDEN, MULTIPLY_1, MULTIPLY_2, Draw, mix_tensor
 from stretto.compress.kernels.compiling import compiled
 from stretto.compress.layout import Blocks
 from stretto.compress.random_k import grid
+from stretto.compress.random_numbers import GOLDEN, MULTIPLY_1, MULTIPLY_2, RandomKeys, mix_tensor
 from stretto.compress.sparse_format import PROBLEMS, Chosen, Form, bits_of, check_length, words_of
 from stretto.errors import MalformedPayload
 
@@ -54,9 +54,9 @@ def erase(where: Tensor, values: Tensor) -> None:
     _erase_at(values.numpy(), where.numpy())
 
 
-def places(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> Tensor:
+def places(blocks: Blocks, counts: Tensor, random: RandomKeys, device: torch.device) -> Tensor:
     (rows, columns), out = grid(blocks.lengths), torch.empty(int(counts.sum()), dtype=torch.int64, device="cpu")
-    bases = bits_of(mix_tensor(blocks.keys ^ draw.shared).to(torch.int32))
+    bases = bits_of(mix_tensor(blocks.keys ^ random.shared).to(torch.int32))
     _draw(blocks.bounds.numpy(), counts.numpy(), rows.numpy(), columns.numpy(), bases, out.numpy())
     return out
 

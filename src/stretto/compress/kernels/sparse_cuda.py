@@ -17,7 +17,7 @@ from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import word_at
 from stretto.compress.kernels.spans_cuda import MAGNITUDE, SPAN, lowest_one, num_ones, sums_of
 from stretto.compress.kernels.starting_cuda import kernel
-from stretto.compress.kernels.top_k_cuda import INDICES, Plan, plan_of
+from stretto.compress.kernels.top_k_cuda import INDICES, TopKPlan, plan_of
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
 
@@ -41,7 +41,7 @@ def decode(codec: TopK, payload: Tensor, blocks: Blocks, out: Tensor, adding: bo
         raise MalformedPayload(sparse_format.PROBLEMS[problem - 1])
 
 
-def _added(payload: Tensor, plan: Plan, out: Tensor) -> int:
+def _added(payload: Tensor, plan: TopKPlan, out: Tensor) -> int:
     """0, or 1 + a place in `sparse_format.PROBLEMS`."""
     problem, spans, indices, counts = new_flag(out.device), plan.spans, plan.indices, plan.search.counts
     aligned = payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from stretto.compress import bits as packing
 from stretto.compress.bits import BAD_FIELD, BAD_PADDING, BAD_SCALE, FINE
-from stretto.compress.draw import Draw
 from stretto.compress.kernels.bits_cpu import (
     GOLDEN_STEP,
     PIECE,
@@ -30,15 +29,16 @@ from stretto.compress.kernels.bits_cpu import (
 )
 from stretto.compress.kernels.compiling import compiled
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 
 if TYPE_CHECKING:
     from stretto.compress.tern_grad import TernGrad
 
 
-def encode(codec: TernGrad, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: TernGrad, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     new, bounds, keys = packing.blank(blocks, 2, 1, values), blocks.bounds.numpy(), blocks.keys.numpy()
     scales, packed = new.scales.numpy(), new.packed.numpy()
-    _encode(values.numpy(), bounds, keys, draw.own, codec.clip_at, scales, packed, residual)
+    _encode(values.numpy(), bounds, keys, random.own, codec.clip_at, scales, packed, residual)
     return new.whole
 
 

@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import bits
-from stretto.compress.draw import Draw
 from stretto.compress.kernels.bits_cuda import (
-    Plan,
+    PackingPlan,
     blank,
     check_length,
     field_at,
@@ -33,11 +32,12 @@ from stretto.compress.kernels.bits_cuda import (
     problem_of_rows,
     squares_of,
 )
-from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
+from stretto.compress.kernels.random_numbers_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 
 if TYPE_CHECKING:
     from stretto.compress.tern_grad import TernGrad
@@ -47,7 +47,7 @@ PLUS, MINUS, RESERVED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 BAD_FIELD = tl.constexpr(bits.BAD_FIELD)
 
 
-def encode(codec: TernGrad, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: TernGrad, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     """With `residual`, `values` becomes what was not said."""
     clip = codec.clip_at
     plan = plan_of(blocks, 2, values.device)
@@ -58,13 +58,13 @@ def encode(codec: TernGrad, values: Tensor, blocks: Blocks, draw: Draw, residual
         scales.copy_(_scales(values, plan, clip))
     # `clip` is compiled in: as an argument it would be a float32.
     _encode[plan.grid](
-        values, payload, scales, *plan.columns, plan.keys, plan.num_blocks, as_argument(draw.own),
+        values, payload, scales, *plan.columns, plan.keys, plan.num_blocks, as_argument(random.own),
         CLIP=clip if plan.whole and clip < math.inf else None, RESIDUAL=residual, **plan.shape,
     )  # fmt: skip
     return payload
 
 
-def _scales(values: Tensor, plan: Plan, clip: float) -> Tensor:
+def _scales(values: Tensor, plan: PackingPlan, clip: float) -> Tensor:
     largest, squares = measure(values, plan, squares=clip < math.inf)
     if clip == math.inf:
         return largest

@@ -27,8 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import sparse_format
-from stretto.compress.draw import Draw
-from stretto.compress.kernels.cut_cuda import Pieces, cut_of, pieces_of
+from stretto.compress.kernels.device_blocks_cuda import Pieces, device_blocks_of, pieces_of
 from stretto.compress.kernels.edge_cuda import FEW_PROGRAMS, HIGH, LOW, Search, Windows, windows_of
 from stretto.compress.kernels.spans_cuda import (
     MAGNITUDE,
@@ -43,6 +42,7 @@ from stretto.compress.kernels.spans_cuda import (
 )
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sparse_format import Form
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ MOST_LISTED = 1024  # elements in a window whose ends differ
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TopKPlan:
     """What does not depend on the values, for one cut and fraction. Tensors have one number per block, in the device's memory.
 
     It must not refer to its `Blocks`: plans are kept for as long as these live.
@@ -72,20 +72,20 @@ class Plan:
     indices: Pieces  # of the lists
 
 
-def plan_of(fraction: float, blocks: Blocks, device: torch.device) -> Plan:
+def plan_of(fraction: float, blocks: Blocks, device: torch.device) -> TopKPlan:
     """Made once."""
-    cut = cut_of(blocks, device)
+    cut = device_blocks_of(blocks, device)
     if ("top_k", fraction) not in cut.made:
         cut.made["top_k", fraction] = _plan(Form.smallest(blocks, sparse_format.counts_of(fraction, blocks)), cut.step, device)
-    plan: Plan = cut.made["top_k", fraction]
+    plan: TopKPlan = cut.made["top_k", fraction]
     return plan
 
 
-def _plan(form: Form, step: int, device: torch.device) -> Plan:
+def _plan(form: Form, step: int, device: torch.device) -> TopKPlan:
     blocks, listed = form.blocks, ~form.bitmapped
     maps = sparse_format.bitmap_bytes(blocks.lengths) * form.bitmapped
     num_listed, num_indices = form.sections[0] // 4, form.sections[1] // 4
-    return Plan(
+    return TopKPlan(
         num_bytes=form.num_bytes,
         num_word_bytes=sum(form.sections[:3]),
         search=Search.of(blocks, form.counts, MOST_LISTED, device),
@@ -104,12 +104,12 @@ def _before(sizes: Tensor) -> Tensor:
     return sizes.cumsum(0) - sizes
 
 
-def encode(codec: TopK, values: Tensor, blocks: Blocks, draw: Draw, residual: bool) -> Tensor:
+def encode(codec: TopK, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     """The payload of the largest. With `residual`, `values` becomes zero where they were."""
     plan = plan_of(codec.fraction, blocks, values.device)
     payload = torch.empty(plan.num_bytes, dtype=torch.uint8, device=values.device)
     if len(blocks):
-        windows = windows_of(values, plan.search, draw.shared)
+        windows = windows_of(values, plan.search, random.shared)
         marks, tallies = _marked(values, plan, windows)
         words, spans = payload[: plan.num_word_bytes].view(torch.int32), plan.spans
         _write[(len(spans),)](
@@ -120,7 +120,7 @@ def encode(codec: TopK, values: Tensor, blocks: Blocks, draw: Draw, residual: bo
     return payload
 
 
-def _marked(values: Tensor, plan: Plan, windows: Windows) -> tuple[Tensor, Tensor]:
+def _marked(values: Tensor, plan: TopKPlan, windows: Windows) -> tuple[Tensor, Tensor]:
     """The marks (a bit for every element of every span, the first the lowest), and for each span how many are certainly chosen,
     and how many marked ones are on an edge that not all may be."""
     num, num_blocks, search, device = len(plan.spans), len(plan.search.counts), plan.search, values.device

@@ -1,4 +1,4 @@
-"""Random numbers on a GPU: the same 32-bit hash as `draw.py`, inside other kernels."""
+"""Random numbers on a GPU: the same 32-bit hash as `random_numbers.py`, inside other kernels."""
 
 # What Triton compiles has no types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stretto.compress import draw
+from stretto.compress import random_numbers
 
-GOLDEN = tl.constexpr(draw.GOLDEN)
-MULTIPLY_1, MULTIPLY_2 = tl.constexpr(draw.MULTIPLY_1), tl.constexpr(draw.MULTIPLY_2)
+GOLDEN = tl.constexpr(random_numbers.GOLDEN)
+MULTIPLY_1, MULTIPLY_2 = tl.constexpr(random_numbers.MULTIPLY_1), tl.constexpr(random_numbers.MULTIPLY_2)
 
 
 def as_argument(key: int) -> int:
