@@ -13,11 +13,12 @@ import torch
 from preloaded import Preloaded
 from stretto.bench.command import app
 from stretto.bench.compress_break_even import break_even_mbit, pays, recommended, round_seconds, speed_up
-from stretto.bench.compress_measure import Field, measure, turns_of
+from stretto.bench.compress_measure import Vectors, measure, turns_of
 from stretto.bench.compress_results import CompressReport, CompressRow, Timing, timing
 from stretto.bench.compress_settings import DEFAULT_CODECS, CompressSettings, check, compression_of, parse_codecs, parse_rates
-from stretto.bench.compress_show import as_json, link, rate, show
+from stretto.bench.compress_show import link, rate, show
 from stretto.bench.machine import describe
+from stretto.bench.results import as_json
 from stretto.compress import buffer_pool
 from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.int8 import Int8
@@ -122,8 +123,8 @@ def test_codecs_write_to_memory_that_is_there_except_where_it_says_new(monkeypat
 
     monkeypatch.setattr(buffer_pool, "UNIT_BYTES", 1024)
     monkeypatch.setattr(BufferPool, "_take", take)
-    field = Field(16 << 10, CompressSettings(sizes=[16 << 10], codecs=[]), torch.device("cpu"))
-    turns = turns_of(Int8(), field)
+    vectors = Vectors(16 << 10, CompressSettings(sizes=[16 << 10], codecs=[]), torch.device("cpu"))
+    turns = turns_of(Int8(), vectors)
     takes = set()
     for name, turn in turns.items():
         for _ in range(2):

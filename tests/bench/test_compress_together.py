@@ -7,7 +7,7 @@ import torch
 
 from stretto.bench.compress_gradients import layout_of, values_of
 from stretto.bench.compress_settings import DEFAULT_CODECS, compression_of
-from stretto.bench.compress_together import Bucket, Together
+from stretto.bench.compress_together import SharedBucket, Together
 from stretto.compress.codec import Codec
 from stretto.compress.none import NoCompression
 from stretto.compress.random_numbers import RandomKeys
@@ -20,7 +20,7 @@ def gradients(size: int) -> list[torch.Tensor]:
     return [values_of("gradient-like", LAYOUT, seed, CPU) for seed in range(size)]
 
 
-def declared(bucket: Bucket, rank: int, size: int) -> int | None:
+def declared(bucket: SharedBucket, rank: int, size: int) -> int | None:
     return bucket.compression.bytes_sent(bucket.layout, rank, size)
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from stretto.bench.compress_settings import CompressSettings
 from stretto.bench.machine import Machine
-from stretto.bench.results import quartiles
+from stretto.bench.turns import quartiles
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.bench.turns import wait_for
 from stretto.compress.codec import Compression
 from stretto.compress.exchange import bytes_of_sum
 from stretto.compress.layout import Layout, TensorPlace
@@ -35,7 +36,7 @@ class Spent(NamedTuple):
     bytes_sent: int
 
 
-class Bucket:
+class SharedBucket:
     """The tensors with one answer, of all workers: `places` in the whole vector, `layout` in the bucket."""
 
     def __init__(self, compression: Compression, places: list[TensorPlace], size: int, device: torch.device) -> None:
@@ -60,7 +61,7 @@ class Together:
         answers: dict[Compression, list[TensorPlace]] = {}
         for place in layout.places:
             answers.setdefault(compression.for_parameter(place.name, place.shape), []).append(place)
-        self.buckets = [Bucket(answer, places, size, device) for answer, places in answers.items()]
+        self.buckets = [SharedBucket(answer, places, size, device) for answer, places in answers.items()]
         self._size = size
         self._device = device
         self._number = 0
@@ -88,7 +89,7 @@ class Together:
         self._number += 1
         return Spent(self._seconds / self._size, max(self._given), max(self._sent))
 
-    def _turn(self, bucket: Bucket, rank: int) -> ExchangeContext:
+    def _turn(self, bucket: SharedBucket, rank: int) -> ExchangeContext:
         draw = RandomKeys.of_round(self._number, rank)
         return ExchangeContext(bucket.layout, bucket.states[rank], draw, rank, self._size, kept=bucket.kept[rank])
 
@@ -99,19 +100,15 @@ class Together:
             asked = [self._advance(worker, result) for worker, result in zip(workers, results, strict=True)]
 
     def _advance(self, worker: Steps, result: Tensor | None) -> Collective | None:
-        self._settle()
+        wait_for(self._device)
         begin = time.perf_counter()
         try:
             asked = next(worker) if result is None else worker.send(result)
         except StopIteration:
             asked = None
-        self._settle()
+        wait_for(self._device)
         self._seconds += time.perf_counter() - begin
         return asked
-
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _carry_out(self, asked: Sequence[Collective | None]) -> list[Tensor]:
         sums = [one.tensor for one in asked if isinstance(one, Sum)]
