@@ -14,6 +14,7 @@ from laws.strategies import COMPRESSIONS as LAWS
 from stretto.bench.compress_settings import DEFAULT_CODECS
 from stretto.compress.catalogue import COMPRESSIONS, classes
 from stretto.compress.codec import Compression
+from stretto.strategy import ANSWERS
 
 ROOT = Path(__file__).parents[2]
 INNER = {"dense_momentum", "codec", "sixteen_bits"}  # compressions of other compressions, and what they are made of
@@ -63,5 +64,5 @@ def test_every_compression_that_has_a_file_is_in_the_catalogue() -> None:
 
 def test_public_names_and_answers_are_those_of_the_catalogue() -> None:
     assert [kind.__name__ for kind in classes()] == list(COMPRESSIONS)
-    assert stretto.strategy.ANSWERS["compress"] == classes()  # type: ignore[attr-defined]
+    assert ANSWERS["compress"] == classes()
     assert all(getattr(stretto, kind.__name__) is kind for kind in classes())
