@@ -205,7 +205,7 @@ def payload_of(compression: Compression, vectors: Vectors) -> int:
 
 
 def quality_of(compression: Compression, kind: str, vectors: Vectors) -> Quality | None:
-    """Of the first round of a worker alone, if what it gets back is meant to be what it had."""
+    """How close a worker alone comes in its first round, if what it gets back is meant to be what it had."""
     alone = Together(compression, vectors.layout, 1, vectors.device)
     answers = [bucket.compression for bucket in alone.buckets]
     if any(answer.optimizer_hint is not None or answer.no_residual is not None for answer in answers):

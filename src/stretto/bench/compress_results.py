@@ -26,7 +26,7 @@ from stretto.bench.turns import quartiles
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one call, in every round."""
+    """The times of one call, one per round, and what follows from them."""
 
     seconds: list[float]
     median: float

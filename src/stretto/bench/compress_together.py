@@ -29,7 +29,7 @@ PAST_WARM_UP = 1_000_000  # rounds, after which every warm-up is over
 
 
 class Spent(NamedTuple):
-    """Of one round: how long a worker computed (the mean over all), the most that one gave to collectives, and that one sent."""
+    """One round: how long a worker computed (the mean over all), and the most bytes that one gave to collectives, and sent."""
 
     seconds: float
     bytes_given: int

@@ -1,4 +1,4 @@
-"""Who takes part: each way to sum a tensor over all ranks, behind one face.
+"""The contenders: each way to sum a tensor over all ranks, behind one interface.
 
     Ours        an algorithm of the catalogue over one of stretto's wires
     Gloo        `torch.distributed.all_reduce` of the gloo backend, the "torch backend's own"

@@ -47,7 +47,7 @@ class BFloat16(SixteenBits):
             raise ConfigurationError(f"BFloat16(stochastic={self.stochastic!r}): it is a yes or a no. Write True or False.")
 
     @property
-    def unbiased(self) -> bool:  # type: ignore[override]  # of a class in general, of this one by its argument
+    def unbiased(self) -> bool:  # type: ignore[override]  # depends on the argument
         return self.stochastic
 
     @property
@@ -55,7 +55,7 @@ class BFloat16(SixteenBits):
         return LARGEST
 
     def among(self, world_size: int) -> Codec:
-        """The codec of one payload of `world_size` that are to be added."""
+        """The codec of each of `world_size` payloads that are to be added."""
         return self if world_size == 1 else _BFloat16OfSeveral(self.stochastic, world_size)
 
     def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
@@ -78,6 +78,6 @@ class _BFloat16OfSeveral(BFloat16):
 
     @property
     def limit_bits(self) -> int:
-        """Of 2^127 / P, rounded down to 8 significant bits."""
+        """The bits of 2^127 / P, rounded down to 8 significant bits."""
         limit = torch.tensor(2.0**127 / self.world_size, dtype=torch.float32, device="cpu")
         return int(limit.view(torch.int32)) & 0x7FFF0000

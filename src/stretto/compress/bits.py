@@ -98,7 +98,7 @@ def unpack(packed: Tensor, blocks: Blocks, bits: int) -> Tensor:
 
 
 def sums(values: Tensor, blocks: Blocks) -> Tensor:
-    """Of each block, in float64."""
+    """The sum of each block, in float64."""
     return torch.segment_reduce(values.double(), "sum", lengths=blocks.lengths.to(values.device), unsafe=True)
 
 

@@ -83,7 +83,7 @@ class ByParameter(Compression):
         return next((reason for reason in reasons if reason is not None), None)
 
     def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
-        """Of a bucket whose parameters all have the same answer."""
+        """For a bucket whose parameters all have the same answer."""
         yield from self._answer(context.layout).exchange(values, context)
 
     def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:

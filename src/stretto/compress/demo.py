@@ -31,6 +31,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from stretto.compress.checks import is_count, is_number
 from stretto.compress.codec import Compression
 from stretto.compress.cosine import ChunkedCosine
 from stretto.compress.layout import Layout, TensorPlace
@@ -57,16 +58,16 @@ class DeMo(Compression):
     flat_kinds: ClassVar[frozenset[str]] = frozenset((MOMENTUM,))
 
     def __post_init__(self) -> None:
-        if not _is_count(self.k):
+        if not is_count(self.k):
             raise ConfigurationError(
                 f"DeMo(k={self.k!r}): how many frequencies of a chunk are sent, 1 or more. Write DeMo(k=32)."
             )
-        if not _is_count(self.chunk) or self.chunk > MAX_CHUNK:
+        if not is_count(self.chunk) or self.chunk > MAX_CHUNK:
             raise ConfigurationError(
                 f"DeMo(chunk={self.chunk!r}): the sides of a chunk are 1 to {MAX_CHUNK}, so that 16 bits can say which frequency "
                 f"it is. Write DeMo(chunk=64)."
             )
-        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 <= self.decay <= 1:
+        if not is_number(self.decay) or not 0 <= self.decay <= 1:
             raise ConfigurationError(
                 f"DeMo(decay={self.decay!r}): momentum decays by a factor of 0 to 1. Write DeMo(decay=0.999)."
             )
@@ -203,7 +204,3 @@ def largest(rows: Tensor, k: int) -> Tensor:
 
 def _rows(spectrum: Tensor, place: TensorPlace, cosine: ChunkedCosine) -> Tensor:
     return spectrum[place.start : place.stop].view(cosine.num_chunks, cosine.size)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

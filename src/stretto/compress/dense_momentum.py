@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from stretto.compress.checks import is_number
 from stretto.compress.codec import Compression
 from stretto.compress.exchange import bytes_of_sum
 from stretto.compress.layout import Layout
@@ -73,10 +74,6 @@ def clip_each(values: Tensor, context: ExchangeContext, clip: float | None) -> N
         part.mul_((limit / norm).clamp(max=1.0).float())
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def check_momentum(asked: Compression, momentum: Any, nesterov: Any, clip: Any) -> None:
     if not is_number(momentum) or not 0 <= momentum < 1:
         raise ConfigurationError(
@@ -87,7 +84,7 @@ def check_momentum(asked: Compression, momentum: Any, nesterov: Any, clip: Any) 
         raise ConfigurationError(
             f"{asked!r}: nesterov={nesterov!r} is neither True nor False.\nWrite nesterov=True for Nesterov's."
         )
-    if clip is not None and (not is_number(clip) or not 0 < clip < math.inf):
+    if clip is not None and (not is_number(clip) or clip <= 0):
         raise ConfigurationError(
             f"{asked!r}: clip={clip!r} is no norm to cut gradients to; that is a number above 0.\n"
             f"Write clip=1.0, or clip=None to leave gradients as they are."

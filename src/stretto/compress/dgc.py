@@ -36,8 +36,10 @@ import torch
 from torch import Tensor
 
 from stretto.compress.backend import accelerated
+from stretto.compress.checks import is_count, is_number
 from stretto.compress.codec import Compression
-from stretto.compress.dense_momentum import OPTIMIZER, VELOCITY, DenseMomentum, check_momentum, clip_each, is_number
+from stretto.compress.dense_momentum import OPTIMIZER, VELOCITY, DenseMomentum, check_momentum, clip_each
+from stretto.compress.exchange import checked_lengths
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.rounds import ExchangeContext, Gather, Steps
@@ -109,7 +111,7 @@ class DGC(Compression):
         kept = accumulate(values, context.state.own, self.momentum, self.nesterov)
         payload = take_largest(kept, blocks, most, context.random, self.masking)
         told = yield Gather(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))
-        lengths = _checked(told.flatten().tolist(), max_bytes(blocks, most))
+        lengths = checked_lengths(told.flatten().tolist(), max_bytes(blocks, most), "DGC")
         rows = yield Gather(torch.nn.functional.pad(payload, (0, max(lengths) - len(payload))))
         values.zero_()
         for rank, length in enumerate(lengths):
@@ -158,14 +160,6 @@ def take_largest(kept: Accumulators, blocks: Blocks, most: list[int], random: Ra
     return payload
 
 
-def _checked(lengths: list[int], longest: int) -> list[int]:
-    """What others say of their payloads decides how much memory is taken: not more than a payload can need."""
-    for rank, length in enumerate(lengths):
-        if not 0 <= length <= longest:
-            raise FrameError(rank, f"DGC: it announces {length} bytes where at most {longest} can come")
-    return lengths
-
-
 def _add(payload: Tensor, blocks: Blocks, weight: float, total: Tensor, rank: int) -> None:
     try:
         positions, values = decode_sparse(payload, blocks)
@@ -180,7 +174,7 @@ def _check_warm_up(densities: Any, rounds: Any) -> None:
             f"DGC(warm_up={densities!r}): these are the densities to begin with, a tuple of numbers above 0 and below 1.\n"
             f"Write warm_up=(0.25, 0.0625), or warm_up=() for none."
         )
-    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+    if not is_count(rounds):
         raise ConfigurationError(
             f"DGC(warm_up_rounds={rounds!r}): each density of the warm-up lasts a whole number of rounds, from 1.\n"
             f"Write the number of steps in an epoch, or warm_up=() for no warm-up."

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress import bits
+from stretto.compress.checks import is_count
 from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import RandomKeys
@@ -48,7 +49,7 @@ class Dynamic8(KernelCodec):
     encoder, decoder = with_kernels("dynamic8")
 
     def __post_init__(self) -> None:
-        if type(self.block) is not int or self.block < 1:
+        if not is_count(self.block):
             raise ConfigurationError(
                 f"Dynamic8(block={self.block!r}): a block has at least one value.\n"
                 f"Write how many share a scale: Dynamic8(block=4096)."

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress.codec import Codec, Compression
-from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange, uses_two_phases
+from stretto.compress.exchange import combines_blocks, exchange, feedback_of, refusal_with_feedback
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
 from stretto.compress.rounds import ExchangeContext, Steps, share_out
@@ -66,9 +66,7 @@ class ErrorFeedback(Compression):
         return "its residuals compare with the mean over all workers, also those without data"
 
     def refusal(self, algorithm: str) -> str | None:
-        if isinstance(self.codec, Codec) and self.codec.hop() is not None and algorithm in HOP_ALGORITHMS:
-            return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
-        return self.codec.refusal(algorithm)
+        return refusal_with_feedback(self.codec, algorithm) if isinstance(self.codec, Codec) else self.codec.refusal(algorithm)
 
     def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
         own = context.state.own
@@ -76,12 +74,7 @@ class ErrorFeedback(Compression):
         if not isinstance(self.codec, Codec):
             yield from _around(self.codec, values, residual, context)
             return
-        feedback = Feedback(residual)
-        if combines_blocks(self.codec, context.world_size):
-            mine = context.shares_of(self.codec)[context.rank]
-            server = own.flat(SERVER, mine.start, mine.stop)
-            feedback = Feedback(residual, server, own.next_flat(SERVER))
-        yield from exchange(self.codec, values, context, feedback)
+        yield from exchange(self.codec, values, context, feedback_of(self.codec, residual, context))
 
     def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
         if isinstance(self.codec, Codec):
@@ -106,15 +99,15 @@ def _why_not(codec: object) -> str | None:
 
 
 def _around(codec: Compression, values: Tensor, residual: Tensor, context: ExchangeContext) -> Steps:
-    """Of one that drives its own rounds (PowerSGD): what all of them combined is what was said, so the mean is conserved."""
+    """For a codec that drives its own rounds (PowerSGD): what was said is what all of them combined, so the mean is conserved."""
     values.copy_(residual)
     yield from codec.exchange(values, context)
     residual.sub_(values)
 
 
 def restore_feedback(codec: Codec, state: CompressionState, own: Exported, rank: int, world_size: int) -> None:
-    """Take up residuals. Of the server's, this worker may have kept blocks that it no longer combines: what they hold becomes
-    part of its own residual, P times, for a P-th of that reaches the mean."""
+    """Take up residuals. Blocks of the second residual that this worker no longer combines become part of its own residual, P
+    times, for a P-th of that reaches the mean."""
     first, last = 0, 0
     if combines_blocks(codec, world_size):
         mine = share_out(codec.blocks(state.layout), world_size)[rank]
@@ -133,8 +126,3 @@ def restore_feedback(codec: Codec, state: CompressionState, own: Exported, rank:
         if first == last:
             del kept[place.name][SERVER]
     state.own.restore(kept, frozenset((RESIDUAL, SERVER)))
-
-
-def combines_blocks(codec: Codec, world_size: int) -> bool:
-    """Whether workers share the blocks out, and so keep a second residual."""
-    return codec.payload_dtype is None and uses_two_phases(codec, world_size)

@@ -36,6 +36,7 @@ from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.rounds import ExchangeContext, Gather, Steps, Sum, SumInHops, Transpose, share_out
+from stretto.compress.state import SERVER
 from stretto.errors import FrameError, MalformedPayload
 
 if TYPE_CHECKING:
@@ -66,6 +67,26 @@ def exchange(codec: Codec, values: Tensor, context: ExchangeContext, feedback: F
         yield from _two_phase(codec, values, context, feedback)
     else:
         yield from _gathered(codec, values, context, feedback)
+
+
+def feedback_of(codec: Codec, residual: Tensor, context: ExchangeContext) -> Feedback:
+    """What error feedback gives to the exchange of this round, from the worker's own state and back into it."""
+    if not combines_blocks(codec, context.world_size):
+        return Feedback(residual)
+    own, mine = context.state.own, context.shares_of(codec)[context.rank]
+    return Feedback(residual, own.flat(SERVER, mine.start, mine.stop), own.next_flat(SERVER))
+
+
+def combines_blocks(codec: Codec, world_size: int) -> bool:
+    """Whether workers share the blocks out, and so keep a second residual."""
+    return codec.payload_dtype is None and uses_two_phases(codec, world_size)
+
+
+def refusal_with_feedback(codec: Codec, algorithm: str) -> str | None:
+    """Why error feedback around the codec does not go with this all-reduce, or None."""
+    if codec.hop() is not None and algorithm in HOP_ALGORITHMS:
+        return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
+    return codec.refusal(algorithm)
 
 
 def uses_two_phases(codec: Codec, world_size: int) -> bool:
@@ -99,7 +120,7 @@ def _gathered(codec: Codec, values: Tensor, context: ExchangeContext, feedback: 
     lengths, table = [len(payload)] * context.world_size, None
     if codec.num_bytes(blocks) is None:  # other lengths in every round: not worth keeping
         told = yield Gather(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))
-        lengths = _checked(told.flatten().tolist(), codec, blocks)
+        lengths = checked_lengths(told.flatten().tolist(), codec.max_bytes(blocks), repr(codec))
         payload = functional.pad(payload, (0, max(lengths) - len(payload)))
     else:
         table = blocks.pool.empty((context.world_size, len(payload)), torch.uint8, payload.device)
@@ -110,11 +131,11 @@ def _gathered(codec: Codec, values: Tensor, context: ExchangeContext, feedback: 
     values.mul_(1.0 / context.world_size)
 
 
-def _checked(lengths: list[int], codec: Codec, blocks: Blocks) -> list[int]:
+def checked_lengths(lengths: list[int], longest: int, name: str) -> list[int]:
     """What others say of their payloads decides how much memory is taken: not more than a payload can need."""
     for rank, length in enumerate(lengths):
-        if not 0 <= length <= codec.max_bytes(blocks):
-            raise FrameError(rank, f"{codec!r}: it announces {length} bytes where at most {codec.max_bytes(blocks)} can come")
+        if not 0 <= length <= longest:
+            raise FrameError(rank, f"{name}: it announces {length} bytes where at most {longest} can come")
     return lengths
 
 

@@ -44,7 +44,7 @@ class Float16(SixteenBits):
         return LARGEST
 
     def among(self, world_size: int) -> Codec:
-        """The codec of one payload of `world_size` that are to be added."""
+        """The codec of each of `world_size` payloads that are to be added."""
         return self if world_size == 1 else _Float16OfSeveral(world_size)
 
     def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:

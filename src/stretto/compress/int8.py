@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress import bits
+from stretto.compress.checks import is_count
 from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import RandomKeys
@@ -58,7 +59,7 @@ class Int8(KernelCodec):
     encoder, decoder = with_kernels("int8")
 
     def __post_init__(self) -> None:
-        if type(self.block) is not int or self.block < 1:
+        if not is_count(self.block):
             raise ConfigurationError(
                 f"Int8(block={self.block!r}): a block has at least one value. Write how many share a scale: Int8(block=256)."
             )
@@ -66,7 +67,7 @@ class Int8(KernelCodec):
             raise ConfigurationError(f"Int8(stochastic={self.stochastic!r}): it is a yes or a no. Write True or False.")
 
     @property
-    def unbiased(self) -> bool:  # type: ignore[override]  # of a class in general, of this one by its argument
+    def unbiased(self) -> bool:  # type: ignore[override]  # depends on the argument
         return self.stochastic
 
     @property

@@ -57,12 +57,12 @@ class Layout:
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Sequence[int]]]) -> Layout:
-        """Of contiguous tensors."""
+        """For contiguous tensors."""
         return cls.in_memory((name, shape, None) for name, shape in named)
 
     @classmethod
     def in_memory(cls, named: Iterable[tuple[str, Sequence[int], tuple[int, ...] | None]]) -> Layout:
-        """(name, shape, order of its dimensions in memory) of each."""
+        """`named`: for each tensor its name, its shape and the order of its dimensions in memory."""
         places, start = [], 0
         for name, shape, order in named:
             lying = tuple(shape) if order is None else tuple(shape[dimension] for dimension in order)

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from stretto.compress.buffer_pool import BufferPool
+from stretto.compress.checks import is_count, is_number
 from stretto.compress.codec import Codec, Compression
-from stretto.compress.error_feedback import RESIDUAL, combines_blocks, restore_feedback
-from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange
+from stretto.compress.error_feedback import RESIDUAL, restore_feedback
+from stretto.compress.exchange import exchange, feedback_of, refusal_with_feedback
 from stretto.compress.layout import Layout
 from stretto.compress.rounds import ExchangeContext, Steps, Sum
 from stretto.compress.sign import Sign
@@ -59,16 +60,16 @@ class OneBitAdam(Compression):
     flat_kinds: ClassVar[frozenset[str]] = frozenset((M, V, RESIDUAL, SERVER))
 
     def __post_init__(self) -> None:
-        if isinstance(self.warm_up, bool) or not isinstance(self.warm_up, int) or self.warm_up < 1:
+        if not is_count(self.warm_up):
             raise ConfigurationError(
                 f"OneBitAdam(warm_up={self.warm_up!r}): without a round of Adam before it there is no variance to freeze.\n"
                 f"Write a number of rounds, 15 to 25 % of all: OneBitAdam(warm_up=1000)."
             )
-        if not isinstance(self.betas, tuple) or len(self.betas) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in self.betas):
+        if not isinstance(self.betas, tuple) or len(self.betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in self.betas):
             raise ConfigurationError(
                 f"OneBitAdam(betas={self.betas!r}): two numbers from 0 to below 1 are needed. Write betas=(0.9, 0.999)."
             )
-        if not _is_number(self.eps) or not self.eps > 0:
+        if not is_number(self.eps) or not self.eps > 0:
             raise ConfigurationError(f"OneBitAdam(eps={self.eps!r}): a finite number above 0 is needed. Write eps=1e-8.")
         if isinstance(self.codec, Codec) and (reason := self.codec.no_residual or self.codec.no_contraction) is not None:
             raise ConfigurationError(
@@ -81,9 +82,7 @@ class OneBitAdam(Compression):
             )
 
     def refusal(self, algorithm: str) -> str | None:
-        if self.codec.hop() is not None and algorithm in HOP_ALGORITHMS:
-            return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
-        return self.codec.refusal(algorithm)
+        return refusal_with_feedback(self.codec, algorithm)
 
     def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
         if context.state.rounds < self.warm_up:
@@ -106,11 +105,7 @@ class OneBitAdam(Compression):
     def _compressed(self, values: Tensor, context: ExchangeContext) -> Steps:
         own, shared, b1 = context.state.own, context.state.shared, self.betas[0]
         residual = torch.add(own.flat(RESIDUAL), shared.flat(M), alpha=b1, out=own.next_flat(RESIDUAL)).add_(values, alpha=1 - b1)
-        feedback = Feedback(residual)
-        if combines_blocks(self.codec, context.world_size):
-            mine = context.shares_of(self.codec)[context.rank]
-            feedback = Feedback(residual, own.flat(SERVER, mine.start, mine.stop), own.next_flat(SERVER))
-        yield from exchange(self.codec, values, context, feedback)
+        yield from exchange(self.codec, values, context, feedback_of(self.codec, residual, context))
         shared.next_flat(M).copy_(values)
 
     def _direct(self, values: Tensor, context: ExchangeContext) -> None:
@@ -138,7 +133,3 @@ class OneBitAdam(Compression):
     def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:
         """After the warm-up; in it, those of `NoCompression`."""
         return self.codec.bytes_sent(layout, rank, world_size, algorithm)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

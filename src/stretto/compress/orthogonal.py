@@ -34,7 +34,7 @@ Shapes = tuple[tuple[int, int], ...]  # r vectors of n each, for every tensor
 
 @accelerated(cpu="low_rank_cpu.orthonormalise", cuda="orthogonal_cuda.orthonormalise")
 def orthonormalise(flat: Tensor, shapes: Shapes) -> Tensor:
-    """Of each tensor's r vectors, which lie one after the other in `flat` (float32), make orthonormal ones, in place.
+    """Make each tensor's r vectors, which lie one after the other in `flat` (float32), orthonormal, in place.
 
     Returns a bool for each vector, in order: True if it is zero now. Tensors with equally many vectors of about the same length
     are done together.

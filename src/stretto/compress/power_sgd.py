@@ -27,7 +27,6 @@ References: Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019. Departs fro
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,6 +34,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress.backend import accelerated
+from stretto.compress.checks import is_count, is_number
 from stretto.compress.codec import Compression
 from stretto.compress.exchange import bytes_of_sum
 from stretto.compress.layout import Layout, TensorPlace
@@ -56,13 +56,12 @@ class PowerSGD(Compression):
     wants_feedback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+        if not is_count(self.rank):
             raise ConfigurationError(
                 f"PowerSGD(rank={self.rank!r}): the rank is the number of directions that are sent, a whole number from 1.\n"
                 f"Write PowerSGD(rank=4), or less for fewer bytes."
             )
-        number = isinstance(self.min_rate, int | float) and not isinstance(self.min_rate, bool)
-        if not number or not 0 <= self.min_rate < math.inf:
+        if not is_number(self.min_rate) or self.min_rate < 0:
             raise ConfigurationError(
                 f"PowerSGD(min_rate={self.min_rate!r}): the least factor by which a tensor must shrink is a number from 0.\n"
                 f"Write min_rate=2.0, or min_rate=0.0 to compress every matrix."

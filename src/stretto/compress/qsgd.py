@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress import bits as packing
+from stretto.compress.checks import is_count
 from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import RandomKeys
@@ -50,12 +51,12 @@ class QSGD(KernelCodec):
     encoder, decoder = with_kernels("qsgd")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 2 <= self.bits <= 8:
+        if not is_count(self.bits, 2) or self.bits > 8:
             raise ConfigurationError(
                 f"QSGD(bits={self.bits!r}): a value has a sign and at least one bit of level, and no more than 8 bits.\n"
                 f"Write QSGD(bits=4) or any whole number from 2 to 8."
             )
-        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or self.bucket < 1:
+        if not is_count(self.bucket):
             raise ConfigurationError(
                 f"QSGD(bucket={self.bucket!r}): a bucket has a whole number of values, at least 1.\nWrite QSGD(bucket=512)."
             )

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress import bits, exchange
+from stretto.compress.checks import is_count
 from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import RandomKeys
@@ -53,7 +54,7 @@ class Sign(KernelCodec):
         return not self.vote
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
+        if not is_count(self.block):
             raise ConfigurationError(
                 f"Sign(block={self.block!r}): a block has a whole number of values, at least 1.\n"
                 f"Write Sign(block=256), or fewer for scales that follow the values more closely (32 bits each)."
@@ -82,7 +83,7 @@ class Sign(KernelCodec):
 
     @property
     def num_scales(self) -> int:
-        """Of each block."""
+        """How many scales each block sends."""
         return 0 if self.vote else 1
 
     def encode_residual(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
@@ -106,7 +107,7 @@ class Sign(KernelCodec):
         return signs * came.scales[blocks.numbers(payload.device)]
 
     def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
-        """Of a vote: what is decoded adds up to votes for less votes against, so its sign is the majority's."""
+        """Decoded votes add up to those for less those against, so the sign of the sum is the majority's."""
         yield from exchange.exchange(self, values, context)
         if self.vote:
             torch.ge(values, 0.0, out=values).mul_(2.0).sub_(1.0)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress.backend import accelerated
+from stretto.compress.checks import is_number
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import MASK
 from stretto.errors import ConfigurationError, MalformedPayload
@@ -98,8 +99,7 @@ def counts_of(fraction: float, blocks: Blocks) -> Tensor:
 
 
 def checked_fraction(owner: str, fraction: Any) -> float:
-    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-    if not number or not 0 < fraction <= 1:
+    if not is_number(fraction) or not 0 < fraction <= 1:
         raise ConfigurationError(
             f"{owner}(fraction={fraction!r}): the share of elements that are sent is a number above 0 and up to 1.\n"
             f"Write {owner}(0.01) to send one in a hundred."

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress import bits
+from stretto.compress.checks import is_count, is_number
 from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import RandomKeys
@@ -45,12 +46,12 @@ class TernGrad(KernelCodec):
     no_contraction: ClassVar[str | None] = "it may err by more than it is given, so what is left over grows and is not said"
 
     def __post_init__(self) -> None:
-        if self.clip is not None and (not _is_number(self.clip) or not 0 < self.clip < math.inf):
+        if self.clip is not None and (not is_number(self.clip) or self.clip <= 0):
             raise ConfigurationError(
                 f"TernGrad(clip={self.clip!r}): values are clipped to so many standard deviations, a finite number above 0.\n"
                 f"Write TernGrad(clip=2.5) as published, or TernGrad(clip=None) for no clipping."
             )
-        if self.block is not None and (not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1):
+        if self.block is not None and not is_count(self.block):
             raise ConfigurationError(
                 f"TernGrad(block={self.block!r}): a block has a whole number of values, at least 1.\n"
                 f"Write TernGrad(block=4096), or TernGrad(block=None) for one scale per tensor."
@@ -92,7 +93,3 @@ class TernGrad(KernelCodec):
             bits.check(bits.BAD_FIELD)
         signs = (codes & 1).float() - (codes >> 1).float()
         return signs * scales[blocks.numbers(payload.device)]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

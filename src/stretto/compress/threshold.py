@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stretto.compress import sparse_format
 from stretto.compress.backend import accelerated
+from stretto.compress.checks import is_number
 from stretto.compress.codec import Codec
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import RandomKeys
@@ -93,8 +94,7 @@ def _bits(value: float) -> int:
 
 
 def _checked(value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= torch.finfo(torch.float32).max or _bits(value) == 0:
+    if not is_number(value) or not 0 < value <= torch.finfo(torch.float32).max or _bits(value) == 0:
         raise ConfigurationError(
             f"Threshold({value!r}): the least magnitude that is sent is above 0 and finite, as float32 has it; with 0 everything "
             f"would be sent, with its index.\nWrite Threshold(1e-3), or NoCompression() to send everything."

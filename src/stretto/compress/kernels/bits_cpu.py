@@ -18,7 +18,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from stretto.compress.kernels.compiling import compiled
-from stretto.compress.random_numbers import GOLDEN, MULTIPLY_1, MULTIPLY_2
+from stretto.compress.kernels.random_numbers_cpu import mix
+from stretto.compress.random_numbers import GOLDEN
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -28,8 +29,7 @@ Ints = npt.NDArray[np.int64]
 PIECE = 4096
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
-GOLDEN_STEP, _MULTIPLY_1, _MULTIPLY_2 = np.uint32(GOLDEN), np.uint32(MULTIPLY_1), np.uint32(MULTIPLY_2)
-_S8, _S15, _S16 = np.uint32(8), np.uint32(15), np.uint32(16)
+GOLDEN_STEP, _S8 = np.uint32(GOLDEN), np.uint32(8)
 _STEP = np.float32(2.0**-24)
 _EVERY_BYTE, _DIAGONAL = np.uint64(0x0101010101010101), np.uint64(0x8040201008040201)
 
@@ -65,17 +65,8 @@ def sum_of_squares(values: Floats) -> float:
 
 
 @compiled
-def mix(x: np.uint32) -> np.uint32:
-    x = np.uint32(x ^ np.uint32(x >> _S16))
-    x = np.uint32(x * _MULTIPLY_1)
-    x = np.uint32(x ^ np.uint32(x >> _S15))
-    x = np.uint32(x * _MULTIPLY_2)
-    return np.uint32(x ^ np.uint32(x >> _S15))
-
-
-@compiled
 def first_state(block_key: int, round_key: int, index: int) -> np.uint32:
-    """Of element `index` of a block; the next one's is `GOLDEN_STEP` more (cheaper than a multiplication for each)."""
+    """The state of element `index` of a block; the next one's is `GOLDEN_STEP` more (cheaper than a multiplication for each)."""
     base = mix(np.uint32(block_key ^ round_key))
     return np.uint32(base + np.uint32(np.uint32(index) * GOLDEN_STEP))
 

@@ -37,8 +37,9 @@ BAD_SCALE, BAD_PADDING = tl.constexpr(packing.BAD_SCALE), tl.constexpr(packing.B
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """Who packs what. `columns`, for kernels: `bounds`; `packed_bounds`, where each block's bytes begin behind the scales, and
-    the last ends; and where programs take tiles of a block (not `whole`), whose (`owners`) and which (`numbers`)."""
+    """How blocks are shared out among programs. `columns`, for kernels: `bounds`; `packed_bounds`, where each block's bytes begin
+    behind the scales, and the last ends; and where programs take tiles of a block (not `whole`), its number (`owners`), and which
+    of its tiles it is (`numbers`)."""
 
     columns: tuple[Tensor, Tensor, Tensor, Tensor]
     keys: Tensor
@@ -86,7 +87,7 @@ def check_length(payload: Tensor, plan: PackingPlan) -> None:
 
 
 def measure(values: Tensor, plan: PackingPlan, squares: bool) -> tuple[Tensor, Tensor]:
-    """Of each block the largest magnitude and, if asked for, the sum of squares (float64). For plans of tiles (not `whole`)."""
+    """The largest magnitude of each block and, if asked for, the sum of squares (float64). For plans of tiles (not `whole`)."""
     largest = torch.empty(plan.grid, device=values.device, dtype=torch.float32)
     total = torch.empty(plan.grid if squares else (0,), dtype=torch.float64, device=values.device)
     bounds, _, owners, numbers = plan.columns

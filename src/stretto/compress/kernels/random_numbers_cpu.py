@@ -13,15 +13,16 @@ from stretto.compress.random_numbers import MULTIPLY_1, MULTIPLY_2
 
 GOLDEN = np.uint32(GOLDEN_NUMBER)
 FIRST, SECOND = np.uint32(MULTIPLY_1), np.uint32(MULTIPLY_2)
+SIXTEEN, FIFTEEN = np.uint32(16), np.uint32(15)
 
 
 @compiled
 def mix(x: np.uint32) -> np.uint32:
-    x = np.uint32(x ^ (x >> np.uint32(16)))
+    x = np.uint32(x ^ np.uint32(x >> SIXTEEN))
     x = np.uint32(x * FIRST)
-    x = np.uint32(x ^ (x >> np.uint32(15)))
+    x = np.uint32(x ^ np.uint32(x >> FIFTEEN))
     x = np.uint32(x * SECOND)
-    return np.uint32(x ^ (x >> np.uint32(15)))
+    return np.uint32(x ^ np.uint32(x >> FIFTEEN))
 
 
 @compiled

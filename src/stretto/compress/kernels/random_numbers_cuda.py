@@ -21,7 +21,7 @@ def as_argument(key: int) -> int:
 
 @triton.jit
 def mix(x):
-    """Of uint32."""
+    """`random_numbers.mix` for uint32."""
     x = x ^ (x >> 16)
     x = x * MULTIPLY_1
     x = x ^ (x >> 15)
@@ -31,11 +31,11 @@ def mix(x):
 
 @triton.jit
 def bits_of(base, index):
-    """The draw of element `index` of a block whose keys mix to `base`."""
+    """The number of element `index` of a block whose keys mix to `base`."""
     return mix(base + index.to(tl.uint32) * GOLDEN)
 
 
 @triton.jit
 def base_of(keys, key):
-    """`keys`: of blocks, int64. `key`: of the round, as `as_argument` gives it."""
+    """`keys`: those of blocks, int64. `key`: that of the round, as `as_argument` gives it."""
     return mix(keys.to(tl.uint32) ^ key.to(tl.uint32))

@@ -96,7 +96,7 @@ def _read_lists(
 
 @triton.jit
 def _bytes_of(payload, owners, begins, ends, heads, list_numbers, bitmap_starts, span, row, SPAN: tl.constexpr):
-    """Of a span of a bitmapped block the bytes of its bitmap; 0 of other spans."""
+    """The bytes of a span's bitmap; 0 for spans of blocks that are listed."""
     block, begin = tl.load(owners + span), tl.load(begins + span)
     wanted = (begin + 8 * row < tl.load(ends + span)) & (tl.load(list_numbers + block) < 0)
     at = tl.load(bitmap_starts + block) + (span - tl.load(heads + span)).to(tl.int64) * (SPAN // 8) + row

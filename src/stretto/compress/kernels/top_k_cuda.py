@@ -164,7 +164,7 @@ def _list(
     values, owners, begins, ends, state, some, lengths, listed, places, list_rows, num_blocks,
     MOST: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Of the spans in `some`, the elements in windows: magnitudes and places, in no order."""
+    """The elements in windows of the spans in `some`: magnitudes and places, in no order."""
     for number in range(tl.program_id(0), tl.load(lengths + num_blocks), tl.num_programs(0)):
         span = tl.load(some + number)
         block = tl.load(owners + span)
@@ -248,7 +248,7 @@ def _write(
 
 @triton.jit
 def _first_of_equals(at, marked, edge, spare):
-    """Of the marked that are on the edge, leave the marks of the first `spare`. A byte of `marked` has those of eight values."""
+    """Leave the marks of the first `spare` elements that are on the edge. A byte of `marked` has the marks of eight values."""
     equal = tl.zeros_like(marked)
     for bit in tl.static_range(8):
         is_marked = ((marked >> bit) & 1) != 0
