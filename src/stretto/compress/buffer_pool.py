@@ -21,7 +21,7 @@ from torch import Tensor
 
 UNIT_BYTES: Final = 1 << 20
 MOST_FREE: Final = 2  # a collective's result may still be seen when the next one's memory is asked for
-MOST_LENGTHS: Final = 8  # a round has fewer; who asks for ever new ones must not make us hoard them
+MOST_LENGTHS: Final = 8  # a round has fewer; a caller that asks for ever new ones must not make the pool grow
 
 
 class BufferPool:

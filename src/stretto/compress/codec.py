@@ -1,25 +1,27 @@
-"""What a compression is: the contract between codecs, what surrounds them, and the engine.
+"""The contract of compressions: between codecs, what is put around them, and the engine.
 
 `Compression` is what `Strategy(compress=...)` holds: a frozen, printable value. Given a bucket's gradients it drives the rounds
 that turn them into the mean over all workers, as a generator that yields collectives as data (`rounds.py`). It does no I/O of its
 own: the engine runs it over a wire, tests run all workers' generators side by side.
 
-`Codec` is a compression that is a pair of pure functions:
+`Codec` is a compression that consists of two pure functions:
 
     encode(values, blocks, random)    float32 vector -> bytes (uint8 vector, on the same device)
     decode(payload, blocks, random)   bytes -> float32 vector; raises `MalformedPayload` for what no encoder writes
 
-byte-exact as its docstring says, `num_bytes(blocks)` long. What they return lies in `blocks.pool`, if they like: it is used
-again when nobody sees it any more. Every exchange, and whoever else sends values, uses the same two functions. How payloads meet
-(`exchange.py`) follows from what the codec says of itself:
+A payload is laid out byte for byte as the codec's docstring describes, and `num_bytes(blocks)` long. Results may lie in memory
+from `blocks.pool`, which is used again when nothing refers to it any more. How payloads are combined (`exchange.py`) follows
+from the codec's attributes:
 
     payload_dtype   payloads, seen as this dtype, may be added                                        summed
     splits          every block stands for itself, so blocks may be shared out among workers          two-phase
     hop()           how to send one unit through a ring or halving-doubling, where it is asked for     in hops
-    none of these   everybody gets everybody's payload                                                gathered
+    none of these   every worker gets every payload                                                   gathered
 
-Reference: Xu et al., "GRACE: A Compressed Communication Framework", ICDCS 2021, for codecs beside a memory. Departs from it: a
-codec says how its payloads may be combined, and the exchange follows from that.
+`KernelCodec` is a codec that has kernels for CPUs or GPUs beside its functions in torch (`backend.py`).
+
+Reference: Xu et al., "GRACE: A Compressed Communication Framework", ICDCS 2021, which has codecs and a memory beside them.
+Departs from it: a codec declares how its payloads may be combined, and the exchange follows from that.
 """
 
 from __future__ import annotations
@@ -44,25 +46,25 @@ class Compression(ABC):
 
     __slots__ = ()
     lossless: ClassVar[bool] = False
-    optimizer_hint: ClassVar[str | None] = None  # of one that brings its own momentum: the optimizer to write instead
-    remembers: ClassVar[bool] = False  # what it has not said, by itself: then error feedback around it makes no sense
-    no_abstention: ClassVar[str | None] = None  # why a worker without data cannot leave its say to the others, if so
-    no_residual: ClassVar[str | None] = None  # why what it says and what it is given cannot be compared, if so
-    no_contraction: ClassVar[str | None] = None  # why what it leaves unsaid may grow from round to round, if so
-    wants_feedback: ClassVar[bool] = False  # what it leaves out is much and always the same side: lost for good, by itself
-    hands_out: ClassVar[Literal["mean", "direction"]] = "mean"  # a direction does not grow with the gradients, nor with weights
-    flat_kinds: ClassVar[frozenset[str]] = frozenset()  # of its state: the kinds that are vectors as long as the bucket
+    optimizer_hint: ClassVar[str | None] = None  # for one that brings its own momentum: the optimizer to write instead
+    remembers: ClassVar[bool] = False  # keeps what it has not sent, so error feedback around it makes no sense
+    no_abstention: ClassVar[str | None] = None  # why the mean is wrong when a worker without data takes part, if so
+    no_residual: ClassVar[str | None] = None  # why its result cannot be compared with what it was given, if so
+    no_contraction: ClassVar[str | None] = None  # why the residual of error feedback may grow from round to round, if so
+    wants_feedback: ClassVar[bool] = False  # what it leaves out is much and systematic: without error feedback it is lost
+    hands_out: ClassVar[Literal["mean", "direction"]] = "mean"  # a direction grows with neither gradients nor weights
+    flat_kinds: ClassVar[frozenset[str]] = frozenset()  # the kinds of its state that are vectors as long as the bucket
 
     def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:
         """What this parameter is compressed with. Parameters with equal answers share buckets."""
         return self
 
     def refusal(self, algorithm: str) -> str | None:
-        """Why its payloads cannot be combined by this all-reduce (a name of the catalogue), or None. "auto" suits everybody."""
+        """Why this all-reduce (a name of the catalogue) cannot combine its payloads, or None. "auto" suits every compression."""
         return None
 
     def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
-        """Take up what a state of the same compression has exported, perhaps in other buckets."""
+        """Fill `state` with what a state of the same compression has exported, perhaps for other buckets."""
         state.own.restore(own, self.flat_kinds)
         state.shared.restore(shared, self.flat_kinds)
 
@@ -94,15 +96,15 @@ class Codec(Compression):
     def max_bytes(self, blocks: Blocks) -> int:
         """The longest payload that can come."""
         length = self.num_bytes(blocks)
-        assert length is not None, f"{type(self).__name__} says how long its payloads may be"
+        assert length is not None, f"{type(self).__name__} must override max_bytes"
         return length
 
     def among(self, world_size: int) -> Codec:
-        """The codec of one payload of several that are to be added up: such that their sum cannot overflow."""
+        """The codec to use where so many payloads are added up, such that their sum cannot overflow."""
         return self
 
     def hop(self) -> Hop | None:
-        """How a ring may carry it encoded, if one may."""
+        """How a ring carries sums encoded, if it can."""
         return None
 
     @abstractmethod
@@ -111,16 +113,16 @@ class Codec(Compression):
 
     @abstractmethod
     def decode(self, payload: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
-        """The reverse, on the payload's device. Of `random` only `shared` is the encoder's."""
+        """The reverse, on the payload's device. Only `random.shared` is the same as the encoder's."""
 
     def encode_residual(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
-        """Encode, and leave in `values` what the payload does not say: values - decode(payload). Fast codecs need one pass."""
+        """Encode, and leave the residual in `values`: values - decode(payload). Kernels need one pass."""
         payload = self.encode(values, blocks, random)
         values.sub_(self.decode(payload, blocks, random))
         return payload
 
     def add_decoded(self, payload: Tensor, blocks: Blocks, random: RandomKeys, total: Tensor) -> None:
-        """total += decode(payload). Fast codecs do it in one pass."""
+        """total += decode(payload). Kernels need one pass."""
         total.add_(self.decode(payload, blocks, random))
 
     def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:

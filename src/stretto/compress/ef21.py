@@ -8,7 +8,7 @@ On a fixed point e_i goes to g_i geometrically, at the contraction's rate, where
 compressed becomes small by itself.
 
 Invariant:  e = mean of e_i over the workers, up to rounding. In a two-phase exchange (a codec that splits, P > 2) the means are
-            compressed too, and the worker that combines a block keeps s, what of them was not said: e + s = mean of e_i. That is
+            compressed too, and the worker that combines a block keeps s, what they left out: e + s = mean of e_i. That is
             EF21-BC, compressed in both directions, and costs no more than error feedback does.
 Bytes:      as the codec alone: gathered (P - 1) L, two-phase 2 L (P - 1) / P for payloads of L bytes.
 Memory:     16 bytes per parameter (e_i and e, each with its successor until the round has ended well everywhere), two-phase
@@ -96,8 +96,8 @@ class EF21(Compression):
         return torch.lerp(own.flat(VELOCITY), values, weight, out=own.next_flat(VELOCITY))
 
     def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
-        """What was not said of blocks that this worker no longer combines is taken off its own estimate, P times, for a P-th of
-        that reaches the mean. Then it is said as part of the next difference."""
+        """The second residual of blocks that this worker no longer combines is taken off its own estimate, P times, for a P-th of
+        that reaches the mean. Then it is sent as part of the next difference."""
         if combines_blocks(self.codec, world_size):
             mine = share_out(self.codec.blocks(state.layout), world_size)[rank]
             state.own.flat(SERVER, mine.start, mine.stop)

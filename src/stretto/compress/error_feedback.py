@@ -1,4 +1,4 @@
-"""Error feedback: what a payload did not say is said later.
+"""Error feedback: what a payload leaves out is sent later.
 
     p = g + e            what is to be sent: this round's gradient and what is left from before
     send C(p)            combined over workers by whatever exchange suits C
@@ -99,7 +99,7 @@ def _why_not(codec: object) -> str | None:
 
 
 def _around(codec: Compression, values: Tensor, residual: Tensor, context: ExchangeContext) -> Steps:
-    """For a codec that drives its own rounds (PowerSGD): what was said is what all of them combined, so the mean is conserved."""
+    """For a codec that drives its own rounds (PowerSGD): what was sent is what all of them combined, so the mean is conserved."""
     values.copy_(residual)
     yield from codec.exchange(values, context)
     residual.sub_(values)

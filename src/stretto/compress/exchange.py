@@ -17,7 +17,7 @@ Memory:     what a round is computed in is kept for the next one (`buffer_pool.p
             (P + 1) L, two-phase L + (2 L + 4 n) / P bytes. Not kept: payloads whose length depends on the values.
 
 References: two-phase: Tang et al., "1-bit Adam", ICML 2021, section 5 (there with one scale per worker and chunk). Departs from
-it: chunks are whole blocks, so what is computed does not depend on who computes it.
+it: chunks are whole blocks, so what is computed does not depend on which worker computes it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Feedback(NamedTuple):
 
 
 def exchange(codec: Codec, values: Tensor, context: ExchangeContext, feedback: Feedback | None = None) -> Steps:
-    """Replace `values` by the mean over workers of what their payloads say. With `feedback`, its residual is what is encoded."""
+    """Replace `values` by the mean over workers of their decoded payloads. With `feedback`, its residual is what is encoded."""
     if codec.payload_dtype is not None:
         yield from _summed(codec, values, context, feedback)
     elif context.algorithm in HOP_ALGORITHMS and codec.hop() is not None and context.world_size > 1:
@@ -132,7 +132,7 @@ def _gathered(codec: Codec, values: Tensor, context: ExchangeContext, feedback: 
 
 
 def checked_lengths(lengths: list[int], longest: int, name: str) -> list[int]:
-    """What others say of their payloads decides how much memory is taken: not more than a payload can need."""
+    """Announced lengths decide how much memory is taken: not more than a payload can need."""
     for rank, length in enumerate(lengths):
         if not 0 <= length <= longest:
             raise FrameError(rank, f"{name}: it announces {length} bytes where at most {longest} can come")
@@ -153,8 +153,8 @@ def _two_phase(codec: Codec, values: Tensor, context: ExchangeContext, feedback:
     for rank in range(context.world_size):
         _add(codec, arrived[rank, : lengths[context.rank]], mine.blocks, context.random, total, rank)
     total.mul_(1.0 / context.world_size)
-    said = _encode_mean(codec, total, mine.blocks, context.random.again(), feedback)
-    combined = yield Gather(_padded(said, max(lengths), pool), rows)  # which everybody has read by now
+    encoded = _encode_mean(codec, total, mine.blocks, context.random.again(), feedback)
+    combined = yield Gather(_padded(encoded, max(lengths), pool), rows)  # which every worker has read by now
     for rank, (share, length) in enumerate(zip(shares, lengths, strict=True)):
         part = values[share.start : share.stop].zero_()
         _add(codec, combined[rank, :length], share.blocks, context.random.again(), part, rank)

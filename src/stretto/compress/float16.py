@@ -7,7 +7,7 @@ Error:      at most 2^-11 |x_i| where 2^-14 <= |x_i| <= limit; at most 2^-25 bel
             gradients that are small throughout lose much: scale the loss, or use `BFloat16`.
 Range:      `limit` is 65504, the largest half. Of P payloads that are to be added, the exchange divides values by P before, and
             `among(P)` brings the limit down to 32768 / P: then no sum of them overflows, in whatever order it is made, P < 1000.
-            (At 65504 each, two workers with large values would give infinity.) With `ErrorFeedback` what is above is said later.
+            (At 65504 each, two workers with large values would give infinity.) With `ErrorFeedback` what is above is sent later.
 Contraction: elementwise, 1 - delta <= 2^-22 for values in range; never more than 1, as rounding moves no value past zero or twice
             its size. Biased. The sums are rounded too, at every addition: error feedback does not see that.
 Invariant:  encoding what was decoded gives the same payload, except that a sum above `limit` comes down to it.

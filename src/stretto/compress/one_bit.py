@@ -9,7 +9,7 @@ Bits:       n + 64 per row. Layout: of all rows a_minus, a_plus (float32), then 
             short (depthwise convolutions, n x 1 matrices) nothing is gained over float32 or it is even longer; `Sign` cuts by
             length.
 Contraction: the two means are the best two numbers for these bits: |x - C(x)|^2 = |x|^2 - n_plus a_plus^2 - n_minus a_minus^2,
-            and at least 1/n of |x|^2 is said. Gaussian values: 0.637, as `Sign`; values with a mean far from 0 lose less than
+            and at least 1/n of |x|^2 is sent. Gaussian values: 0.637, as `Sign`; values with a mean far from 0 lose less than
             there.
 Biased: needs `ErrorFeedback`; the paper has it from the start.
 Invariant:  encoding what was decoded gives the same payload, up to the rounding of the means (sums are taken in float64 and

@@ -82,17 +82,17 @@ class RandomK(Codec):
 
     def encode(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         counts = self.counts(blocks)
-        return self._said(values, places(blocks, counts, random, values.device), blocks, counts).view(torch.uint8)
+        return self._sent(values, places(blocks, counts, random, values.device), blocks, counts).view(torch.uint8)
 
     def encode_residual(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         counts = self.counts(blocks)
         where = places(blocks, counts, random, values.device)
-        said = self._said(values, where, blocks, counts)
+        sent = self._sent(values, where, blocks, counts)
         if self.scaled:
-            values[where] = values[where] - said
+            values[where] = values[where] - sent
         else:
             sparse_format.erase(where, values)
-        return said.view(torch.uint8)
+        return sent.view(torch.uint8)
 
     def decode(self, payload: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         return sparse_format.spread(self._read(payload, blocks, random), blocks.num_elements)
@@ -100,7 +100,7 @@ class RandomK(Codec):
     def add_decoded(self, payload: Tensor, blocks: Blocks, random: RandomKeys, total: Tensor) -> None:
         sparse_format.add(self._read(payload, blocks, random), total)
 
-    def _said(self, values: Tensor, where: Tensor, blocks: Blocks, counts: Tensor) -> Tensor:
+    def _sent(self, values: Tensor, where: Tensor, blocks: Blocks, counts: Tensor) -> Tensor:
         chosen = values[where]
         if not self.scaled:
             return chosen
@@ -111,10 +111,10 @@ class RandomK(Codec):
         counts = self.counts(blocks)
         if len(payload) != 4 * int(counts.sum()):
             raise MalformedPayload(f"{len(payload)} bytes, not {4 * int(counts.sum())}")
-        said = sparse_format.words_of(payload).view(torch.float32)
-        if not bool(said.isfinite().all()):
+        sent = sparse_format.words_of(payload).view(torch.float32)
+        if not bool(sent.isfinite().all()):
             raise MalformedPayload("a value is not finite")
-        return Chosen(places(blocks, counts, random, payload.device), said)
+        return Chosen(places(blocks, counts, random, payload.device), sent)
 
 
 def places(blocks: Blocks, counts: Tensor, random: RandomKeys, device: torch.device) -> Tensor:

@@ -57,7 +57,7 @@ class RandomKeys:
         return cls(shared, mix(shared + (rank + 1) * GOLDEN))
 
     def again(self) -> RandomKeys:
-        """Other numbers in the same round, for what is encoded a second time. They do not depend on who does it."""
+        """Other numbers in the same round, for what is encoded a second time. They do not depend on the worker."""
         return RandomKeys(mix(self.shared + 1), mix(self.shared + 2))
 
     def uniform(self, blocks: Blocks, key: int, device: torch.device | None = None) -> Tensor:

@@ -1,6 +1,6 @@
-"""The rounds of an exchange as data: what a compression asks for, and whose turn it is.
+"""The rounds of an exchange as data: the collectives that a compression asks for, and what it needs to know of its round.
 
-A compression is a generator that yields collectives and is sent their results; who runs it decides how they are carried out.
+A compression is a generator that yields collectives and is sent their results; its caller decides how they are carried out.
 
     Sum(tensor)              -> the elementwise sum over workers, in place          any all-reduce
     Gather(row, into)        -> (P, len): row i is worker i's                        all rows have one length and dtype; `into`:
@@ -62,7 +62,7 @@ class Share(NamedTuple):
 
 @dataclass(slots=True)
 class ExchangeContext:
-    """One bucket's turn in one round: who is here, what is remembered, which random numbers are drawn."""
+    """What a compression needs to know for one bucket in one round: rank and world size, its state, its random numbers."""
 
     layout: Layout
     state: CompressionState
@@ -71,7 +71,7 @@ class ExchangeContext:
     world_size: int = 1
     algorithm: str = "auto"  # the all-reduce that the strategy names
     kept: dict[Any, Any] = field(default_factory=dict)  # what is the same in every round of this bucket
-    weight: float = 1.0  # that this worker's values have been multiplied by
+    weight: float = 1.0  # this worker's values have been multiplied by it
 
     def blocks_of(self, codec: Codec) -> Blocks:
         if codec not in self.kept:

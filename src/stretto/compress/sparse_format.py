@@ -93,7 +93,7 @@ def bitmap_bytes(lengths: Tensor) -> Tensor:
 
 
 def counts_of(fraction: float, blocks: Blocks) -> Tensor:
-    """max(1, ceil(fraction * n)) for each block, of the fraction as it is written: 7 of 100 for 0.07, where floats say 8."""
+    """max(1, ceil(fraction * n)) for each block, with the fraction as it is written: 7 of 100 for 0.07, where floats give 8."""
     over, under = Fraction(str(fraction)).as_integer_ratio()
     return torch.tensor([max(1, -(-n * over // under)) for n in blocks.lengths.tolist()], dtype=torch.int64, device="cpu")
 
@@ -154,7 +154,7 @@ def add(chosen: Chosen, total: Tensor) -> None:
 
 @accelerated(cpu="sparse_cpu.erase")
 def erase(places: Tensor, values: Tensor) -> None:
-    """Zero at these places: what is left when they have been said exactly."""
+    """Zero at these places: the residual where values are sent exactly."""
     values[places] = 0.0
 
 

@@ -104,7 +104,7 @@ class Section:
     def restore(self, exported: Mapping[str, Mapping[str, Tensor]], flat_kinds: frozenset[str]) -> None:
         """Take what `export` gave for the parameters that are here; what it has nothing for begins anew.
 
-        Of a vector of which only a part is kept here, take that part: say which by calling `flat` before.
+        Where only a part of a vector is kept here, it takes that part: call `flat` before, which names it.
         """
         for place in self._layout.places:
             for kind, value in exported.get(place.name, {}).items():

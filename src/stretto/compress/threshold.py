@@ -80,7 +80,7 @@ def at_least(values: Tensor, floor: int, blocks: Blocks) -> tuple[Chosen, Form]:
 
 
 def _announced(payload: Tensor, blocks: Blocks) -> Form:
-    """What the counts at the beginning say, as far as it can be."""
+    """The form that the counts at the beginning announce, if there can be such a one."""
     if len(payload) < 4 * len(blocks):
         raise MalformedPayload(f"{len(payload)} bytes do not hold {len(blocks)} counts")
     counts = sparse_format.unsigned(payload[: 4 * len(blocks)]).cpu()

@@ -7,22 +7,19 @@ worst).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.kernels.compiling import compiled
 from stretto.compress.kernels.random_numbers_cpu import bits_of, mix
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sixteen_bits import halves_of, refuse_if
-
-if TYPE_CHECKING:
-    from stretto.compress.bfloat16 import BFloat16
-
 
 Bits = NDArray[np.uint32]
 Halves = NDArray[np.uint16]
@@ -70,7 +67,7 @@ def without(bits: np.uint32, half: np.uint32) -> np.uint32:
 
 @compiled
 def _encode_residual(bits: Bits, limit_bits: int, out: Halves) -> None:
-    """`bits` of the values on entry, of what was not said on return."""
+    """`bits`: those of the values on entry, of the residual on return."""
     limit = np.uint32(limit_bits)
     for i in range(len(bits)):
         half = np.uint32(rounded(bits[i], limit) >> SIXTEEN)

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.kernels.device_blocks_cuda import Pieces, device_blocks_of, pieces_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.random_numbers_cuda import as_argument, base_of, bits_of
@@ -20,15 +19,12 @@ from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sixteen_bits import halves_of, refuse_if
 
-if TYPE_CHECKING:
-    from stretto.compress.bfloat16 import BFloat16
-
 TILE = 4096
 MAGNITUDE, SIGN, INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x8000), tl.constexpr(0x7F80)
 
 
 def encode(codec: BFloat16, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
+    """With `residual`, `values` becomes what the payload leaves out."""
     halves = torch.empty(len(values), dtype=torch.int16, device=values.device)
     if len(values) and codec.stochastic:
         cut = device_blocks_of(blocks, values.device)

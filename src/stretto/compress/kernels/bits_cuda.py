@@ -8,7 +8,7 @@ unpack, every value reads its own byte, and the next one if its field goes on th
 the first cache by then. A payload may lie at any address.
 
 A program takes some whole blocks, each a row of its tile. If a block is too long for that, programs take a tile each of one block
-instead, and what is said of whole blocks (`measure`) must be known before.
+instead, and what describes a whole block (`measure`) must be known before.
 """
 
 # What Triton compiles has no types.

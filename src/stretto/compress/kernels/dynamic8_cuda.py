@@ -51,7 +51,7 @@ def tables_on(device: torch.device) -> Tables:
 
 
 def encode(codec: dynamic8.Dynamic8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
+    """With `residual`, `values` becomes what the payload leaves out."""
     payload = torch.empty(4 * len(blocks) + len(values), dtype=torch.uint8, device=values.device)
     if len(blocks):
         cut, scales = device_blocks_of(blocks, values.device), payload[: 4 * len(blocks)].view(torch.int32)

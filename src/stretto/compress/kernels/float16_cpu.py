@@ -8,21 +8,18 @@ half: the reverse; below 2^-14 a multiple of 2^-24. Both results are computed an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.compress.float16 import Float16
 from stretto.compress.kernels.compiling import compiled
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sixteen_bits import halves_of, refuse_if
-
-if TYPE_CHECKING:
-    from stretto.compress.float16 import Float16
-
 
 Bits = NDArray[np.uint32]
 Halves = NDArray[np.uint16]
@@ -77,7 +74,7 @@ def _encode(bits: Bits, limit_bits: int, out: Halves) -> None:
 
 @compiled
 def _encode_residual(bits: Bits, limit_bits: int, out: Halves) -> None:
-    """`bits` of the values on entry, of what was not said on return."""
+    """`bits`: those of the values on entry, of the residual on return."""
     limit = np.uint32(limit_bits)
     for i in range(len(bits)):
         half = to_half(bits[i], limit)

@@ -9,28 +9,24 @@ The device converts by itself, to the nearest half with ties to even, those belo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.compress.float16 import Float16
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sixteen_bits import halves_of, refuse_if
 
-if TYPE_CHECKING:
-    from stretto.compress.float16 import Float16
-
 TILE = 4096
 MAGNITUDE, INFINITE = tl.constexpr(0x7FFF), tl.constexpr(0x7C00)
 
 
 def encode(codec: Float16, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
+    """With `residual`, `values` becomes what the payload leaves out."""
     halves = torch.empty(len(values), dtype=torch.float16, device=values.device)
     if len(values):
         _encode[(triton.cdiv(len(values), TILE),)](values, halves, len(values), codec.limit, RESIDUAL=residual, TILE=TILE)

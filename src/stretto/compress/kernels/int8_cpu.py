@@ -159,7 +159,7 @@ def _encode(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
 
 @compiled
 def _encode_residual(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
-    """`bits` of the values on entry, of what was not said on return."""
+    """`bits`: those of the values on entry, of the residual on return."""
     for b in range(len(scales)):
         start, stop = bounds[b], bounds[b + 1]
         scales[b] = scale_bits_of(bits[start:stop])

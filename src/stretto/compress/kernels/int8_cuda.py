@@ -33,7 +33,7 @@ BAD_SCALE, BAD_CODE, NOT_ZERO = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3
 
 
 def encode(codec: int8.Int8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
+    """With `residual`, `values` becomes what the payload leaves out."""
     payload = torch.empty(4 * len(blocks) + len(values), dtype=torch.uint8, device=values.device)
     if len(blocks):
         cut = device_blocks_of(blocks, values.device)

@@ -13,7 +13,7 @@ The same bytes as the reference, but for a mean's last bit where two orders of a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -27,11 +27,9 @@ from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import word_at
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.one_bit import OneBit
 from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import MalformedPayload
-
-if TYPE_CHECKING:
-    from stretto.compress.one_bit import OneBit
 
 AT_A_TIME = 256  # sums of pieces that are added up at a time
 
@@ -79,7 +77,7 @@ def _pieces(blocks: Blocks, cut: DeviceBlocks) -> RowPieces:
 
 
 def encode(codec: OneBit, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
+    """With `residual`, `values` becomes what the payload leaves out."""
     cut, header = device_blocks_of(blocks, values.device), 8 * len(blocks)
     payload = torch.empty(header + cut.num_packed, dtype=torch.uint8, device=values.device)
     if not len(blocks):

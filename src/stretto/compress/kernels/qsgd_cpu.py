@@ -6,8 +6,6 @@ float32 (and then the few levels that hang on it).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from torch import Tensor
 
@@ -29,10 +27,8 @@ from stretto.compress.kernels.bits_cpu import (
 )
 from stretto.compress.kernels.compiling import compiled
 from stretto.compress.layout import Blocks
+from stretto.compress.qsgd import QSGD
 from stretto.compress.random_numbers import RandomKeys
-
-if TYPE_CHECKING:
-    from stretto.compress.qsgd import QSGD
 
 _LARGEST = np.float64(np.finfo(np.float32).max)
 

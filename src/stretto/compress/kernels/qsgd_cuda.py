@@ -10,8 +10,6 @@ and products are rounded before anything is added to them (`enable_fp_fusion=Fal
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -35,10 +33,8 @@ from stretto.compress.kernels.int8_cuda import extent, word_at
 from stretto.compress.kernels.random_numbers_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.qsgd import QSGD
 from stretto.compress.random_numbers import RandomKeys
-
-if TYPE_CHECKING:
-    from stretto.compress.qsgd import QSGD
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 ULP = tl.constexpr(2.0**-24)
@@ -46,7 +42,7 @@ BAD_FIELD = tl.constexpr(packing.BAD_FIELD)
 
 
 def encode(codec: QSGD, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
+    """With `residual`, `values` becomes what the payload leaves out."""
     bits, l2 = codec.bits, codec.norm == "l2"
     plan = plan_of(blocks, bits, values.device)
     payload, norms = blank(plan, values.device)

@@ -5,8 +5,6 @@ The same bytes as the reference, but for the scale's last bit where two orders o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from torch import Tensor
 
@@ -16,9 +14,7 @@ from stretto.compress.kernels.bits_cpu import PIECE, Bytes, Floats, Ints, Words,
 from stretto.compress.kernels.compiling import compiled
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
-
-if TYPE_CHECKING:
-    from stretto.compress.sign import Sign
+from stretto.compress.sign import Sign
 
 
 def encode(codec: Sign, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:

@@ -8,8 +8,6 @@ The same bytes as the reference, but for the scale's last bit where two orders o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -22,16 +20,14 @@ from stretto.compress.kernels.int8_cuda import extent, word_at
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.sign import Sign
 from stretto.errors import MalformedPayload
-
-if TYPE_CHECKING:
-    from stretto.compress.sign import Sign
 
 BAD_SCALE, BAD_PADDING = tl.constexpr(bits.BAD_SCALE), tl.constexpr(bits.BAD_PADDING)
 
 
 def encode(codec: Sign, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual` (which a vote has not), `values` becomes what was not said."""
+    """With `residual`, `values` becomes what the payload leaves out; never for a vote."""
     cut, scaled = device_blocks_of(blocks, values.device), not codec.vote
     header = 4 * len(blocks) if scaled else 0
     payload = torch.empty(header + cut.num_packed, dtype=torch.uint8, device=values.device)

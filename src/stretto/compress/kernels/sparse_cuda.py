@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -19,10 +17,8 @@ from stretto.compress.kernels.spans_cuda import MAGNITUDE, SPAN, lowest_one, num
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.kernels.top_k_cuda import INDICES, TopKPlan, plan_of
 from stretto.compress.layout import Blocks
+from stretto.compress.top_k import TopK
 from stretto.errors import MalformedPayload
-
-if TYPE_CHECKING:
-    from stretto.compress.top_k import TopK
 
 INFINITE = tl.constexpr(0x7F800000)
 BAD_COUNT, BAD_INDEX, BAD_PADDING = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # places in sparse_format.PROBLEMS

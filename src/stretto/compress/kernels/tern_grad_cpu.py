@@ -6,8 +6,6 @@ float32 (and then the few codes that hang on it).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from torch import Tensor
 
@@ -30,9 +28,7 @@ from stretto.compress.kernels.bits_cpu import (
 from stretto.compress.kernels.compiling import compiled
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
-
-if TYPE_CHECKING:
-    from stretto.compress.tern_grad import TernGrad
+from stretto.compress.tern_grad import TernGrad
 
 
 def encode(codec: TernGrad, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:

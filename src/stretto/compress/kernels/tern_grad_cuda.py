@@ -11,7 +11,6 @@ float32 (and then the few codes that hang on it). Quotients come from a division
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -38,9 +37,7 @@ from stretto.compress.kernels.random_numbers_cuda import as_argument, base_of, b
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
-
-if TYPE_CHECKING:
-    from stretto.compress.tern_grad import TernGrad
+from stretto.compress.tern_grad import TernGrad
 
 ULP = tl.constexpr(2.0**-24)
 PLUS, MINUS, RESERVED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -48,7 +45,7 @@ BAD_FIELD = tl.constexpr(bits.BAD_FIELD)
 
 
 def encode(codec: TernGrad, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
+    """With `residual`, `values` becomes what the payload leaves out."""
     clip = codec.clip_at
     plan = plan_of(blocks, 2, values.device)
     payload, scales = blank(plan, values.device)

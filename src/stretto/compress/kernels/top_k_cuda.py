@@ -19,7 +19,6 @@ bytes for every span, and for those of long blocks 24 more.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -44,9 +43,7 @@ from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sparse_format import Form
-
-if TYPE_CHECKING:
-    from stretto.compress.top_k import TopK
+from stretto.compress.top_k import TopK
 
 INDICES = 4096  # of a list, for one program that reads it
 MOST_LISTED = 1024  # elements in a window whose ends differ
