@@ -13,12 +13,16 @@ from stretto.compress.catalogue import COMPRESSIONS
 
 NAMES = sorted([
     "AfterBackward", "AllReduce", "BackwardFailed", "Buckets", "CheckpointError", "ConfigurationError", "FrameError",
-    "JobError", "LAMB", "LARS", "LinearWarmUp", "MalformedPayload", "NonFiniteGradient", "PeerLost", "RankMismatch",
-    "RendezvousError", "Replicated", "Resumed", "Sampler", "SecretError", "Strategy", "StrettoError", "SyncBatchNorm",
-    "Synchronous", "Timeouts", "UnreachableError", "WaitFree", "WireError", "WireTimeout", "WorkerFailed", "all_gather",
-    "all_reduce", "barrier", "broadcast", "current_job", "device", "distribute", "gather_object", "init",
-    "is_initialized", "join", "launch", "load", "local_rank", "main_first", "no_sync", "parse", "print", "rank",
-    "recipes", "release", "save", "shutdown", "synchronize", "weight", "world_size", *COMPRESSIONS,
+    "Group", "JobError", "LAMB", "LARS", "LinearWarmUp", "MalformedPayload", "NonFiniteGradient", "PeerLost",
+    "RankMismatch", "RendezvousError", "Replicated", "Resumed", "Sampler", "SecretError", "Started", "Strategy",
+    "StrettoError", "SyncBatchNorm", "Synchronous", "Timeouts", "UnreachableError", "WaitFree", "WireError",
+    "WireTimeout", "WorkerFailed", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "current_job",
+    "device", "distribute", "gather", "gather_object", "group", "init", "is_initialized", "join", "launch", "load",
+    "local_rank", "main_first", "no_sync", "parse", "print", "rank", "recipes", "recv", "reduce", "reduce_scatter",
+    "release", "save", "scatter", "send", "shutdown", "split", "start_all_gather", "start_all_reduce",
+    "start_all_to_all", "start_barrier", "start_broadcast", "start_gather", "start_recv", "start_reduce",
+    "start_reduce_scatter", "start_scatter", "start_send", "synchronize", "weight", "world", "world_size",
+    *COMPRESSIONS,
 ])  # fmt: skip
 
 

@@ -11,6 +11,7 @@ progress while others still need an answer.
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,9 +20,10 @@ from typing import Any
 
 import pytest
 
-from stretto.errors import FrameError, PeerLost, WireTimeout
+from stretto.errors import ConfigurationError, FrameError, PeerLost, WireTimeout
 from stretto.testing import run_threads, wait_for
 from stretto.wire.base import DigestMismatch, Handle, Tag, Wire
+from stretto.wire.serving import MESSAGE_BYTES
 
 MEETING_TOPIC = 1000
 SIZES = (0, 1, 7, 48, 1000, 40_000, 200_000)
@@ -327,6 +329,138 @@ class WireContract:
             handle, kept = receive(wire, 0, Tag(1, 1, 0), 5)
             wait_for(wire, handle)
             assert kept == [b"other"]
+
+        self.run(2, program)
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_offers_arrive_whole_and_in_order_without_a_receive(self, size: int) -> None:
+        lengths = (0, 1, 300, 40_000, 17, 200_000, 0, 16 << 10, 20_000)
+
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            got: dict[int, list[tuple[bytes, bytes]]] = {peer: [] for peer in wire.peers}
+            handles = []
+            for number, num_bytes in enumerate(lengths):  # those to ranks that do not serve yet wait
+                for peer in wire.peers:
+                    payload = memoryview(body(wire.rank, peer, number, num_bytes))
+                    handles.append(wire.offer(peer, 7, bytes([number]) * number, payload))
+            wire.serve(7, lambda source, header, payload: got[source].append((header, bytes(payload))), 1 << 20)
+            wait_for(wire, *handles)
+            progress_until(wire, lambda: all(len(each) == len(lengths) for each in got.values()), "the messages")
+            for peer, messages in got.items():
+                expected = [(bytes([i]) * i, body(peer, wire.rank, i, n)) for i, n in enumerate(lengths)]
+                assert messages == expected
+            meeting()
+
+        self.run(size, program)
+
+    def test_an_offer_waits_until_the_channel_is_served_and_no_other_channel_waits_for_it(self) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            got: list[bytes] = []
+            if wire.rank == 0:
+                wire.serve(2, lambda source, header, payload: got.append(header), 1000)
+            meeting()
+            if wire.rank == 1:
+                unserved = wire.offer(0, 1, b"for later", memoryview(b"x" * 100))
+                wait_for(wire, wire.offer(0, 2, b"for now", memoryview(b"")))
+                assert not unserved.done
+                meeting()
+                meeting()
+                wait_for(wire, unserved)
+            else:
+                meeting()
+                progress_until(wire, lambda: bool(got), "the message to the channel that is served")
+                assert got == [b"for now"]
+                wire.serve(1, lambda source, header, payload: got.append(header), 1000)
+                meeting()
+                progress_until(wire, lambda: len(got) == 2, "the other one")
+                assert got == [b"for now", b"for later"]
+            meeting()
+
+        self.run(2, program)
+
+    @pytest.mark.parametrize("num_bytes", [500, 60_000])
+    def test_no_more_than_its_credit_leaves_a_sender(self, num_bytes: int) -> None:
+        credit, number = 3 * num_bytes + 1000, 40
+
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            got: list[int] = []
+            meeting()
+            if wire.rank == 0:
+                handles = [wire.offer(1, 3, bytes([i]), memoryview(bytes([i]) * num_bytes)) for i in range(number)]
+                meeting()  # rank 1 serves, and has taken nothing yet
+                wait_for(wire, *handles)
+            else:
+                undelivered: list[int] = []
+
+                def on_message(source: int, header: bytes, payload: memoryview) -> None:
+                    assert bytes(payload) == header * num_bytes
+                    serving = wire.inner._serving if hasattr(wire, "inner") else wire._serving  # type: ignore[attr-defined]
+                    undelivered.append(serving._inflows[0, 3].held)
+                    got.append(header[0])
+
+                wire.serve(3, on_message, credit)
+                meeting()
+                progress_until(wire, lambda: len(got) == number, "the messages")
+                assert got == list(range(number))
+                assert max(undelivered) <= credit
+            meeting()
+
+        self.run(2, program)
+
+    def test_a_message_of_the_whole_credit_is_sent_and_a_larger_one_is_refused_at_its_sender(self) -> None:
+        credit = 100_000
+
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            got: list[int] = []
+            wire.serve(3, lambda source, header, payload: got.append(payload.nbytes), credit)
+            whole = credit - MESSAGE_BYTES - len(b"header")
+            small = wire.offer(1 - wire.rank, 3, b"", memoryview(bytes(1000)))
+            large = wire.offer(1 - wire.rank, 3, b"header", memoryview(bytes(whole)))
+            larger = wire.offer(1 - wire.rank, 3, b"header", memoryview(bytes(whole + 1)))
+            last = wire.offer(1 - wire.rank, 3, b"", memoryview(b""))
+            wait_for(wire, small, large, last)
+            assert larger.done and re.search(r"costs 100001 .* credit of 100000.*\n.*in pieces", str(larger.error))
+            progress_until(wire, lambda: got == [1000, whole, 0], "the messages")
+            meeting()
+
+        self.run(2, program)
+
+    def test_offers_to_a_killed_peer_end_with_its_loss(self) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            if wire.rank == 1:
+                wire.serve(3, lambda source, header, payload: None, 1000)
+            meeting()
+            if wire.rank == 1:
+                self.kill(wire)
+                return
+            handles = [wire.offer(1, channel, b"", memoryview(bytes(900))) for channel in (4, 4, 5)]
+            for handle in handles:
+                with pytest.raises(PeerLost) as caught:
+                    wait_for(wire, handle)
+                assert caught.value.rank == 1
+            assert isinstance(wire.offer(1, 3, b"", memoryview(b"")).error, PeerLost)
+
+        self.run(2, program)
+
+    def test_what_cannot_be_served_or_offered_is_refused_at_once(self) -> None:
+        def program(wire: Wire) -> None:
+            wire.serve(3, lambda source, header, payload: None, 1000)
+            with pytest.raises(ConfigurationError, match="served with 1000 already"):
+                wire.serve(3, lambda source, header, payload: None, 2000)
+            with pytest.raises(ConfigurationError, match="none could ever be sent"):
+                wire.serve(4, lambda source, header, payload: None, 10)
+            with pytest.raises(ConfigurationError, match="joins different workers"):
+                wire.offer(wire.rank, 3, b"", memoryview(b""))
+            with pytest.raises(ConfigurationError, match="in pieces"):
+                wire.offer(1 - wire.rank, 3, bytes(1 << 20), memoryview(b""))
+            with pytest.raises(ConfigurationError, match="not contiguous"):
+                wire.offer(1 - wire.rank, 3, b"", memoryview(bytearray(10))[::2])
+            Meeting(wire)()
 
         self.run(2, program)
 

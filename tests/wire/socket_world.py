@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +19,11 @@ from stretto.errors import FrameError, PeerLost, WireError
 from stretto.launching.membership import Peer
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
-from stretto.wire import frames
+from stretto.wire import frames, mailbox
 from stretto.wire.base import Tag
 from stretto.wire.framed import TOPIC_ANSWER, TOPIC_HELLO, TOPIC_OFFER, FramedWire
 from stretto.wire.frames import FrameKind, Header
+from stretto.wire.serving import CREDIT, HEAD, MESSAGE_BYTES, RETURN, TOPIC_CREDIT, TOPIC_HEAD
 from stretto.wire.shared_memory import Offer
 from stretto.wire.tcp import TcpWire
 from stretto.wire.zeromq import ZeroMQWire
@@ -204,6 +206,11 @@ BAD_FRAMES: dict[str, bytes] = {
     "payload in no part": frame(FrameKind.BULK, ROGUE, bytes(16), index=TAG_INDEX, dtype=1),
     "shared memory nobody agreed on": frame(FrameKind.SHARED, ROGUE, declared=16, index=TAG_INDEX, dtype=1, number=1),
     "an unasked message twice": frame(FrameKind.INLINE, ROGUE, b"x", index=99),
+    "a message to a channel that nobody serves": post(ROGUE, TOPIC_HEAD, HEAD.pack(5, 0, 1, 1) + b"hp"),
+    "a message shorter than it says": post(ROGUE, TOPIC_HEAD, HEAD.pack(5, 0, 2, 2) + b"hp"),
+    "half a head": post(ROGUE, TOPIC_HEAD, b"x"),
+    "credit that was not used": post(ROGUE, TOPIC_CREDIT, CREDIT.pack(RETURN, 5, 1)),
+    "no word about credit": post(ROGUE, TOPIC_CREDIT, CREDIT.pack(9, 5, 1)),
     "text that is not text": post(ROGUE, DECODING_TOPIC, b"\xa2\xff\xff"),
     "nested without end": post(ROGUE, DECODING_TOPIC, b"\x91" * 100_000),
 }
@@ -288,6 +295,38 @@ def check_harmless(make: Make, say: Say, harmless: bytes) -> None:
             assert arrived == [bytes(16)] and not wire.lost
 
         run_threads(2, program, wires=wires[:2])
+
+
+def check_overdraft(make: Make, say: Say) -> None:
+    """Rank 0 serves a channel; what the rogue sends within its credit is taken, and one byte more makes it lost."""
+    with world_with_a_rogue(make) as wires:
+        wire, got = wires[0], list[int]()
+        wire.serve(5, lambda source, header, payload: got.append(payload.nbytes), 1000)
+        riding = HEAD.pack(5, 0, 0, 100) + bytes(100)
+        for _ in range(20):  # each is consumed, so its credit is there again
+            say(wires[ROGUE], 0, post(ROGUE, TOPIC_HEAD, riding))
+        progress_until(wire, lambda: len(got) == 20, "the honest messages")
+        announced = 1000 - MESSAGE_BYTES - wire._serving._inflows[ROGUE, 5].owed
+        say(wires[ROGUE], 0, post(ROGUE, TOPIC_HEAD, HEAD.pack(5, 1, 0, announced)))  # its payload never comes
+        say(wires[ROGUE], 0, post(ROGUE, TOPIC_HEAD, HEAD.pack(5, 0, 0, 0)))
+        progress_until(wire, lambda: ROGUE in wire.lost, "the loss of the rogue")
+        assert re.search("bad frame: .* bytes under way to channel 5, its credit is 1000", wire.lost[ROGUE].reason)
+        assert len(got) == 20 and not wire._serving._inflows
+
+
+def check_unasked(make: Make, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody asks for is kept up to a limit, and what is asked for does not count against it."""
+    monkeypatch.setattr(mailbox, "MAX_PARKED_BYTES", 10_000)
+    with world_with_a_rogue(make) as wires:
+        wire = wires[0]
+        for index in range(50):
+            handle, _ = receive(wire, ROGUE, Tag(1, 0, index), 5000)
+            say(wires[ROGUE], 0, frame(FrameKind.INLINE, ROGUE, bytes(5000), index=index))
+            wait_for(wire, handle)
+        for index in range(2):
+            say(wires[ROGUE], 0, frame(FrameKind.INLINE, ROGUE, bytes(5000), sequence=1, index=index))
+        progress_until(wire, lambda: ROGUE in wire.lost, "the loss of the rogue")
+        assert "bad frame: 5000 bytes that nobody asked for, with 5512 here" in wire.lost[ROGUE].reason
 
 
 def check_mutations(make: Make, say: Say, seed: int, num_frames: int = 40) -> None:

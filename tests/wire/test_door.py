@@ -15,7 +15,7 @@ import pytest
 from stretto.testing import run_threads
 from stretto.wire import door as door_module
 from stretto.wire.door import Door, hide, listen
-from stretto.wire.handshake import handshake_key, introduce_ourselves
+from stretto.wire.handshake import Life, handshake_key, introduce_ourselves
 from stretto.wire.tcp import TcpWire
 from stretto.wire.zeromq import ZeroMQWire
 from wire.contract import exchange_once
@@ -26,7 +26,7 @@ KEY = handshake_key(bytes(32))
 
 @contextmanager
 def door_of(limit: int = 3) -> Iterator[Door]:
-    door = Door(0, "127.0.0.1", 0, generation=0, limit=limit)
+    door = Door(Life(0, 0), "127.0.0.1", 0, limit=limit)
     try:
         yield door
     finally:
@@ -51,10 +51,10 @@ def is_open(connection: socket.socket) -> bool:
 
 def come_in(door: Door) -> int:
     """A worker comes; the rank that the door believes it is."""
-    with knock(door) as connection, background(lambda: introduce_ourselves(connection, KEY, 0, rank=5, to=0)):
-        rank, accepted = door.arrived.get(timeout=30)
+    with knock(door) as connection, background(lambda: introduce_ourselves(connection, KEY, Life(5, 0), Life(0, 0))):
+        life, accepted = door.arrived.get(timeout=30)
         accepted.close()
-    return rank
+    return life.rank
 
 
 def test_one_too_many_and_the_oldest_is_sent_away() -> None:
@@ -68,13 +68,13 @@ def test_one_too_many_and_the_oldest_is_sent_away() -> None:
 
 def test_a_worker_that_comes_before_the_key_is_known_waits_for_it() -> None:
     with door_of() as door, knock(door) as early, knock(door) as silent:
-        with background(lambda: introduce_ourselves(early, KEY, 0, rank=7, to=0)):
+        with background(lambda: introduce_ourselves(early, KEY, Life(7, 0), Life(0, 0))):
             with pytest.raises(queue.Empty):
                 door.arrived.get(timeout=0.05)
             door.open(KEY)
-            rank, accepted = door.arrived.get(timeout=30)
+            life, accepted = door.arrived.get(timeout=30)
         with accepted:
-            assert rank == 7 and is_open(early) and is_open(silent)
+            assert life == (7, 0) and is_open(early) and is_open(silent)
 
 
 def test_who_says_nothing_has_to_go_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from stretto.wire.handshake import (
     NONCE_BYTES,
     PROOF_BYTES,
     Acceptor,
+    Life,
     Probe,
     Stranger,
     handshake_key,
@@ -60,9 +61,12 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
-def welcome(connection: socket.socket, key: bytes, generation: int, rank: int) -> int:
+ACCEPTOR, CONNECTOR = Life(0, 3), Life(1, 4)  # two workers of different generations
+
+
+def welcome(connection: socket.socket, key: bytes = KEY) -> Life:
     """The acceptor's side on a connection that blocks: what the door does for many at once."""
-    acceptor = Acceptor(generation, rank)
+    acceptor = Acceptor(ACCEPTOR)
     while acceptor.peer is None:
         acceptor.hear(connection.recv(acceptor.wanted))
         if answer := acceptor.answer(key):
@@ -70,10 +74,10 @@ def welcome(connection: socket.socket, key: bytes, generation: int, rank: int) -
     return acceptor.peer
 
 
-def accept(connection: socket.socket, key: bytes = KEY, generation: int = 3, rank: int = 0) -> Side:
-    def action() -> int:
+def accept(connection: socket.socket, key: bytes = KEY) -> Side:
+    def action() -> Life:
         try:
-            return welcome(connection, key, generation, rank)
+            return welcome(connection, key)
         except Exception:
             connection.close()
             raise
@@ -81,10 +85,10 @@ def accept(connection: socket.socket, key: bytes = KEY, generation: int = 3, ran
     return Side(action)
 
 
-def connect(connection: socket.socket, key: bytes = KEY, generation: int = 3, rank: int = 1, to: int = 0) -> Side:
+def connect(connection: socket.socket, key: bytes = KEY, to: Life = ACCEPTOR) -> Side:
     def action() -> None:
         try:
-            introduce_ourselves(connection, key, generation, rank, to)
+            introduce_ourselves(connection, key, CONNECTOR, to)
         except Exception:
             connection.close()
             raise
@@ -96,7 +100,7 @@ def test_two_workers_with_the_same_secret_meet() -> None:
     with pair() as (ours, theirs):
         acceptor, connector = accept(ours), connect(theirs)
         assert connector.wait().error is None
-        assert acceptor.wait().error is None and acceptor.result == 1
+        assert acceptor.wait().error is None and acceptor.result == CONNECTOR
 
 
 def test_a_wrong_secret_is_found_by_both_sides() -> None:
@@ -108,10 +112,10 @@ def test_a_wrong_secret_is_found_by_both_sides() -> None:
         assert isinstance(error, Stranger) and not isinstance(error, Probe)
 
 
-@pytest.mark.parametrize("wrong", [{"generation": 4}, {"to": 2}])
-def test_a_worker_of_another_generation_or_one_that_looks_for_another_rank_is_a_stranger(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize("wanted", [Life(0, 2), Life(2, 3)], ids=["a former life", "another rank"])
+def test_a_worker_that_looks_for_another_rank_or_another_life_of_this_one_is_a_stranger(wanted: Life) -> None:
     with pair() as (ours, theirs):
-        acceptor, connector = accept(ours), connect(theirs, **wrong)  # type: ignore[arg-type]
+        acceptor, connector = accept(ours), connect(theirs, to=wanted)
         assert isinstance(acceptor.wait().error, Stranger)
         assert isinstance(connector.wait().error, OSError)  # as with anybody who hangs up: worth another try
 
@@ -154,7 +158,7 @@ def test_the_answer_of_an_acceptor_is_not_a_proof_of_a_connector() -> None:
     """Reflection: whoever knows nothing sends back what he was sent."""
     with pair() as (ours, theirs):
         acceptor = accept(theirs)
-        ours.sendall(HELLO.pack(MAGIC, 3, 1, 0, bytes(NONCE_BYTES)))
+        ours.sendall(HELLO.pack(MAGIC, *CONNECTOR, *ACCEPTOR, bytes(NONCE_BYTES)))
         answer = receive_exactly(ours, NONCE_BYTES + PROOF_BYTES)
         ours.sendall(answer[NONCE_BYTES:])
         assert isinstance(acceptor.wait().error, Stranger)
@@ -171,9 +175,9 @@ def test_a_greeting_sent_back_is_no_answer_to_it() -> None:
 def test_a_proof_for_one_rank_does_not_serve_another() -> None:
     """Somebody in the middle changes who is speaking to whom: the proofs cover both ranks."""
     with pair() as (ours, acceptors_end), pair() as (tap, connectors_end):
-        acceptor, connector = accept(acceptors_end), connect(connectors_end, rank=1)
-        magic, generation, _, to, nonce = HELLO.unpack(receive_exactly(tap, HELLO.size))
-        ours.sendall(HELLO.pack(magic, generation, 2, to, nonce))
+        acceptor, connector = accept(acceptors_end), connect(connectors_end)
+        magic, _, *others = HELLO.unpack(receive_exactly(tap, HELLO.size))
+        ours.sendall(HELLO.pack(magic, 2, *others))
         tap.sendall(receive_exactly(ours, NONCE_BYTES + PROOF_BYTES))
         assert isinstance(connector.wait().error, SecretError)
         ours.close()
@@ -186,19 +190,19 @@ def test_whatever_a_stranger_says_he_stays_one(words: bytes) -> None:
         theirs.sendall(words)
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(Stranger):
-            welcome(ours, KEY, 3, 0)
+            welcome(ours)
 
 
 def test_who_goes_away_without_a_word_is_a_probe_and_who_breaks_off_is_not() -> None:
     with pair() as (ours, theirs):
         theirs.close()
         with pytest.raises(Probe):
-            welcome(ours, KEY, 3, 0)
+            welcome(ours)
     with pair() as (ours, theirs):
-        theirs.sendall(b"stretto1")
+        theirs.sendall(b"stretto2")
         theirs.close()
         with pytest.raises(Stranger, match="closed the connection"):
-            welcome(ours, KEY, 3, 0)
+            welcome(ours)
 
 
 def test_a_peer_that_drips_does_not_hold_anybody_beyond_one_timeout() -> None:
@@ -214,7 +218,7 @@ def test_a_peer_that_drips_does_not_hold_anybody_beyond_one_timeout() -> None:
         dripper = Side(drip)
         theirs.settimeout(0.3)
         with pytest.raises(TimeoutError):
-            introduce_ourselves(theirs, KEY, 3, 1, 0)
+            introduce_ourselves(theirs, KEY, CONNECTOR, ACCEPTOR)
         over.set()
         assert dripper.wait().error is None
         assert 0 < len(dripped) < NONCE_BYTES + PROOF_BYTES - 1 and theirs.gettimeout() == 0.3
@@ -224,7 +228,7 @@ def test_who_says_nothing_and_stays_does_not_hold_anybody_for_ever() -> None:
     with pair() as (ours, theirs):
         ours.settimeout(0.1)
         with pytest.raises(TimeoutError):
-            welcome(ours, KEY, 3, 0)
+            welcome(ours)
         theirs.settimeout(0.1)
         with pytest.raises(TimeoutError):
-            introduce_ourselves(theirs, KEY, 3, 1, 0)
+            introduce_ourselves(theirs, KEY, CONNECTOR, ACCEPTOR)

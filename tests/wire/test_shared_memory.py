@@ -242,7 +242,7 @@ def settle(wires: Sequence[FramedWire], *, used: bool = True) -> None:
     """Everybody has sent everybody a first large message, and has heard whether later ones may go through shared memory."""
 
     def agreed(wire: FramedWire) -> bool:
-        connections = [wire._connection(rank) for rank in wire._peers()]
+        connections = [wire._connections[rank] for rank in wire.peers]
         return all(each.outbox_open if used else each.outbox is None and not each.may_share for each in connections)
 
     def program(wire: FramedWire) -> None:
@@ -300,7 +300,7 @@ def test_small_messages_go_over_the_socket_and_a_pair_that_has_no_others_takes_n
         before = [wire.bytes_sent for wire in wires]
         run_threads(2, lambda wire: exchange_large(wire, [SHARED_FROM_BYTES - 1] * 5), wires=wires)
         assert all(wire.bytes_sent - sent >= 5 * (SHARED_FROM_BYTES - 1) for wire, sent in zip(wires, before, strict=True))
-        assert all(wire._connection(1 - wire.rank).outbox is None for wire in wires)
+        assert all(wire._connections[1 - wire.rank].outbox is None for wire in wires)
 
 
 @BOTH
@@ -412,7 +412,7 @@ def test_workers_of_one_host_that_do_not_see_each_other_use_sockets_and_say_so(
     with caplog.at_level(logging.WARNING, "stretto.wire"), wires_of(2, make) as wires:
         connect_all(wires, [msgspec.structs.replace(peer_of(wire), pid_namespace=str(wire.rank)) for wire in wires])
         run_threads(2, lambda wire: exchange_large(wire, [300_000] * 2), wires=wires)
-        assert all(wire.bytes_sent > 600_000 and wire._connection(1 - wire.rank).outbox is None for wire in wires)
+        assert all(wire.bytes_sent > 600_000 and wire._connections[1 - wire.rank].outbox is None for wire in wires)
         for wire in wires:
             if isinstance(wire, TcpWire):
                 assert wire._is_alive(wire._connections[1 - wire.rank])  # by its pulse

@@ -32,6 +32,8 @@ from wire.socket_world import (
     check_gone_before_connecting,
     check_harmless,
     check_mutations,
+    check_overdraft,
+    check_unasked,
     connect_all,
     good_frame,
     peak_memory_grows_by,
@@ -80,6 +82,14 @@ def test_a_bad_frame_ends_the_receive_with_the_rank_and_harms_nobody_else(what: 
 @pytest.mark.parametrize("what", HARMLESS_FRAMES)
 def test_what_is_odd_but_harmless_changes_nothing(what: str) -> None:
     check_harmless(tcp(), say, HARMLESS_FRAMES[what])
+
+
+def test_a_peer_that_sends_more_than_its_credit_is_lost() -> None:
+    check_overdraft(tcp(), say)
+
+
+def test_a_peer_that_sends_too_much_that_nobody_asked_for_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_unasked(tcp(), say, monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -164,7 +174,7 @@ def strangers(address: str, number: int, words: bytes) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(1, b""), (200, b""), (3, b"GET / HTTP/1.0\r\n\r\n" * 9), (3, bytes(10)), (3, b"stretto1" + bytes(28)), (1, bytes(65536))],
+    [(1, b""), (200, b""), (3, b"GET / HTTP/1.0\r\n\r\n" * 9), (3, bytes(10)), (3, b"stretto2" + bytes(32)), (1, bytes(65536))],
     ids=["silent", "200 silent ones", "another protocol", "half a greeting", "a made up greeting", "a flood"],
 )  # fmt: skip
 def test_strangers_at_the_port_do_not_keep_the_job_from_forming(number: int, words: bytes) -> None:

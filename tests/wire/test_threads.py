@@ -215,9 +215,9 @@ def test_a_rank_may_send_to_itself() -> None:
 @pytest.mark.parametrize("peer", [-1, 2])
 def test_a_rank_outside_the_world_is_refused(peer: int) -> None:
     wire = threads_world(2)[0]
-    with pytest.raises(ConfigurationError, match="ranks 0 to 1"):
+    with pytest.raises(ConfigurationError, match=r"are \[0, 1\]. Give one of those"):
         send(wire, peer, TAG, b"")
-    with pytest.raises(ConfigurationError, match="ranks 0 to 1"):
+    with pytest.raises(ConfigurationError, match=r"are \[0, 1\]. Give one of those"):
         receive(wire, peer, TAG, 0)
 
 
@@ -225,8 +225,6 @@ def test_what_cannot_be_sent_is_refused_before_anything_is() -> None:
     wire = threads_world(2)[0]
     with pytest.raises(ConfigurationError, match="not contiguous"):
         wire.send(memoryview(bytearray(10))[::2], 1, TAG, 0)
-    with pytest.raises(ConfigurationError, match="belong to the wire"):
-        wire.post(1, 3, b"")
     with pytest.raises(ConfigurationError, match="in pieces"):
         wire.post(1, 20, bytes(2 << 20))
     with pytest.raises(ConfigurationError, match="at least one rank"):

@@ -21,17 +21,15 @@ from stretto.collectives import catalogue
 from stretto.collectives.execute import Communicator
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Request
-from stretto.errors import ConfigurationError, FrameError, PeerLost, RankMismatch, WireError, WireTimeout
+from stretto.errors import ConfigurationError, PeerLost, RankMismatch, WireError, WireTimeout
 from stretto.launching.membership import Peer
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
-from stretto.wire.base import DigestMismatch, Handle, Tag, Wire
+from stretto.wire.base import Tag, Wire
 from stretto.wire.tcp import TcpWire
-from stretto.wire.torch_group import INLINE_BYTES, TOPIC_ANSWER, TorchGroupWire, torch_group
-from wire.contract import Meeting, WireContract, body, progress_until, receive, send
+from stretto.wire.torch_group import TorchGroupWire, torch_group
+from wire.contract import Meeting, WireContract, progress_until, receive, send
 
-LARGE = INLINE_BYTES + 1000
-TAG = Tag(1, 0, 0, 7)
 TIMEOUTS = Timeouts(silence_s=40, connect_s=60, arrive_s=60, leave_s=40)
 LONG_S = 20.0  # more than anything needs that is told; less than what waits for a deadline takes
 
@@ -69,140 +67,7 @@ class TestTorchGroupKeepsTheContract(WireContract):
             yield wires
 
 
-# -- payloads through the group ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_large_payloads_go_through_the_group_and_small_ones_do_not(size: int) -> None:
-    sizes = (LARGE, 1 << 20, 10, 3_000_001)
-
-    def program(wire: TorchGroupWire) -> None:
-        meeting = Meeting(wire)
-        peers = [rank for rank in range(size) if rank != wire.rank]
-        inner_before = wire.inner.bytes_sent
-        handles, arrived = [], {}
-        for peer in peers:
-            for index, num_bytes in enumerate(sizes):
-                handles.append(send(wire, peer, Tag(1, 5, index), body(wire.rank, peer, index, num_bytes)))
-                handle, arrived[peer, index] = receive(wire, peer, Tag(1, 5, index), num_bytes)
-                handles.append(handle)
-        wait_for(wire, *handles)
-        for (peer, index), got in arrived.items():
-            assert got == [body(peer, wire.rank, index, sizes[index])]
-        through_inner = wire.inner.bytes_sent - inner_before
-        assert through_inner < 2000 * len(peers)  # frames and answers only
-        assert wire.bytes_sent - wire.inner.bytes_sent == len(peers) * sum(n for n in sizes if n > INLINE_BYTES)
-        meeting()
-
-    run(size, program)
-
-
-def test_a_large_send_waits_until_it_is_asked_for_and_read_only_memory_may_be_sent() -> None:
-    def program(wire: TorchGroupWire) -> None:
-        meeting = Meeting(wire)
-        if wire.rank == 0:
-            sent = wire.send(memoryview(b"x" * LARGE), 1, TAG, 0)
-            meeting()
-            assert not sent.done
-            wait_for(wire, sent)
-        else:
-            meeting()
-            handle, arrived = receive(wire, 0, TAG, LARGE)
-            assert not handle.done
-            wait_for(wire, handle)
-            assert arrived == [b"x" * LARGE]
-        meeting()
-
-    run(2, program)
-
-
-@pytest.mark.parametrize("early", [False, True], ids=["asked first", "came first"])
-@pytest.mark.parametrize(
-    ("asked", "dtype", "digest", "error"),
-    [(LARGE - 1, 1, 7, FrameError), (LARGE + 1, 1, 7, FrameError), (10, 1, 7, FrameError), (LARGE, 2, 7, FrameError)]
-    + [(LARGE, 1, 8, DigestMismatch)],
-    ids=["shorter", "longer", "small", "dtype", "digest"],
-)
-def test_a_large_message_that_was_not_asked_for_is_an_error_and_no_abort(
-    asked: int, dtype: int, digest: int, error: type[Exception], early: bool
-) -> None:
-    def program(wire: TorchGroupWire) -> None:
-        meeting = Meeting(wire)
-        if wire.rank == 0:
-            if not early:
-                meeting()
-            sent = send(wire, 1, TAG, bytes(LARGE), dtype=1)
-            if early:
-                meeting()
-            wait_for(wire, sent)  # as on sockets: the receiver's error is not the sender's
-        else:
-            if early:
-                meeting()
-            handle, arrived = receive(wire, 0, Tag(1, 0, 0, digest), asked, dtype)
-            if not early:
-                meeting()
-            with pytest.raises(error) as caught:
-                wait_for(wire, handle)
-            assert getattr(caught.value, "rank") == 0 and arrived == []  # noqa: B009
-        meeting()
-        exchange_large(wire, 1 - wire.rank)
-        assert wire.broken is None
-        meeting()
-
-    run(2, program)
-
-
-def exchange_large(wire: Wire, peer: int, sequence: int = 9) -> None:
-    sent = send(wire, peer, Tag(9, sequence, 0), body(wire.rank, peer, sequence, LARGE))
-    handle, arrived = receive(wire, peer, Tag(9, sequence, 0), LARGE)
-    wait_for(wire, sent, handle)
-    assert arrived == [body(peer, wire.rank, sequence, LARGE)]
-
-
-def test_large_messages_of_a_cancelled_collective_end_without_touching_memory() -> None:
-    def program(wire: TorchGroupWire) -> None:
-        meeting = Meeting(wire)
-        if wire.rank == 0:
-            parked = send(wire, 1, Tag(1, 0, 0), bytes(LARGE))
-            meeting()
-            meeting()  # rank 1 has cancelled
-            late = send(wire, 1, Tag(1, 0, 1), bytes(LARGE))
-            wait_for(wire, parked, late)
-        else:
-            asked, arrived = receive(wire, 0, Tag(1, 0, 1), LARGE)
-            meeting()
-            wire.cancel(1, 0)
-            meeting()
-        meeting()
-        if wire.rank == 1:
-            assert not asked.done and arrived == []
-        exchange_large(wire, 1 - wire.rank)
-        meeting()
-
-    run(2, program)
-
-
-def test_what_a_cancelling_sender_has_promised_arrives_as_it_was() -> None:
-    def program(wire: TorchGroupWire) -> None:
-        meeting = Meeting(wire)
-        if wire.rank == 0:
-            memory = bytearray(b"good" * LARGE)
-            sent = wire.send(memoryview(memory), 1, TAG, 0)
-            meeting()
-            wire.cancel(1, 0)
-            memory[:] = b"evil" * LARGE
-            meeting()
-            meeting()
-            assert not sent.done
-        else:
-            meeting()
-            meeting()
-            handle, arrived = receive(wire, 0, TAG, 4 * LARGE)
-            wait_for(wire, handle)
-            assert arrived == [b"good" * LARGE]
-            meeting()
-
-    run(2, program)
+# -- collectives of ours, which travel on the inner wire ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -215,49 +80,11 @@ def test_the_executor_runs_a_ring_on_it(size: int, length: int) -> None:
         plan = catalogue.plan(Kind.ALL_REDUCE, "ring", wire.rank, size)
         communicator.start(Request(plan, tensor, "sum", 1, 0, 128 << 10)).wait()
         meeting()
-        assert wire.bytes_sent > wire.inner.bytes_sent or length == 7
         return tensor
 
     for tensor in run(size, program):
         expected = torch.arange(length, dtype=torch.float32) * sum(range(1, size + 1))
         torch.testing.assert_close(tensor, expected)
-
-
-# -- lost peers -------------------------------------------------------------------------------------------------------
-
-
-def stay_silent(wire: TorchGroupWire) -> None:
-    """From now on this rank does not send the payloads that it has promised."""
-    wire.listen(TOPIC_ANSWER, lambda source, answer: None)
-
-
-def test_a_peer_lost_in_the_middle_of_a_transfer_is_named_in_time_and_survivors_go_on() -> None:
-    def program(wire: TorchGroupWire) -> None:
-        meeting = Meeting(wire)
-        meeting()
-        if wire.rank == 1:
-            # Promises a payload, gets the go-ahead, and dies before it sends anything.
-            stay_silent(wire)
-            send(wire, 0, TAG, bytes(LARGE))
-            meeting()
-            wire.abandon()
-            return
-        if wire.rank == 0:
-            handle, arrived = receive(wire, 1, TAG, LARGE)
-        meeting()
-        start = wire.now()
-        if wire.rank == 0:
-            with pytest.raises(PeerLost) as caught:
-                wait_for(wire, handle)
-            assert caught.value.rank == 1 and arrived == []
-        progress_until(wire, lambda: 1 in wire.lost, "the loss")
-        assert wire.now() - start < LONG_S
-        meeting(1)
-        exchange_large(wire, 2 - wire.rank)  # on the inner wire: one of the groups is broken
-        assert wire.broken is not None
-        meeting(1)
-
-    run(3, program)
 
 
 def test_a_collective_of_the_executor_names_the_rank_that_died() -> None:
@@ -277,46 +104,19 @@ def test_a_collective_of_the_executor_names_the_rank_that_died() -> None:
     run(3, program)
 
 
-def test_a_transfer_that_only_the_group_has_lost_blames_its_peer_after_a_while() -> None:
-    def program(wire: TorchGroupWire) -> None:
-        meeting = Meeting(wire)
-        meeting()
-        if wire.rank == 1:
-            stay_silent(wire)
-            send(wire, 0, TAG, bytes(LARGE))
-            meeting()
-            wire._works.end_all()  # the connection breaks, the control plane stays
-            meeting()
-            wire.listen(TOPIC_ANSWER, wire._on_answer)
-        else:
-            handle, _ = receive(wire, 1, TAG, LARGE)
-            meeting()
-            with pytest.raises(PeerLost, match="gloo group broke") as caught:
-                wait_for(wire, handle)
-            assert caught.value.rank == 1 and not wire.lost
-            meeting()
-        with pytest.raises(WireError, match="gloo group is broken|did not take part: the gloo group is broken"):
-            wire.native_all_reduce(torch.ones(3), "sum", 0, 60)
-        exchange_large(wire, 1 - wire.rank)  # the wire is not broken
-        meeting()
-
-    run(2, program)
-
-
-def test_closing_with_a_receive_that_never_ends_is_quick() -> None:
+def test_closing_in_the_middle_of_a_native_collective_is_quick() -> None:
     def program(wire: TorchGroupWire) -> float:
         meeting = Meeting(wire)
+        meeting()
         if wire.rank == 1:
-            stay_silent(wire)
-            send(wire, 0, TAG, bytes(LARGE))
-            meeting()
             progress_until(wire, lambda: 0 in wire.lost, "the goodbye")
             return 0.0
-        receive(wire, 1, TAG, LARGE)
-        meeting()
+        outcome: list[str | None] = []
+        wire._works.watch(wire._works.group.allreduce([torch.ones(1000)], dist.AllreduceOptions()), outcome.append)
         start = wire.now()
         wire.close()
         wire.close()
+        assert not outcome
         return wire.now() - start
 
     before = threading.active_count()
@@ -345,17 +145,6 @@ def test_native_all_reduce_equals_the_arithmetic(size: int) -> None:
         assert columns.eq(torch.arange(1, size + 1).prod()).all()
 
     run(size, program)
-
-
-def test_native_broadcast_and_all_gather() -> None:
-    def program(wire: TorchGroupWire) -> None:
-        tensor = torch.full((5, 2), wire.rank)
-        rows = wire.native_all_gather(tensor, 0, 60)
-        assert torch.equal(rows, torch.arange(3)[:, None, None].expand(3, 5, 2))
-        wire.native_broadcast(tensor, 2, 1, 60)
-        assert tensor.eq(2).all()
-
-    run(3, program)
 
 
 @pytest.mark.parametrize(
@@ -423,11 +212,10 @@ def test_a_rank_that_dies_in_a_native_call_is_named_in_time(agreed: bool) -> Non
         meeting()
         if wire.rank == 2:
             if agreed:
-                wire._group = _Dies(wire)
-                wire._works.group = wire._group
+                wire._works.group = dying = _Dies(wire)
                 with pytest.raises(ZeroDivisionError):
                     wire.native_all_reduce(torch.ones(300_000), "sum", 0, 60)
-                assert wire._group.fired
+                assert dying.fired
             else:
                 wire.abandon()
             return
@@ -447,7 +235,7 @@ class _Dies:
 
     def __init__(self, wire: TorchGroupWire) -> None:
         self._wire = wire
-        self._whole = wire._group
+        self._whole = wire._works.group
         self.fired = False
 
     def __getattr__(self, name: str) -> Any:
@@ -459,18 +247,16 @@ class _Dies:
         raise ZeroDivisionError
 
 
-def test_payloads_and_a_native_call_share_the_group() -> None:
+def test_messages_move_on_during_a_native_call() -> None:
     def program(wire: TorchGroupWire) -> None:
         meeting = Meeting(wire)
         peer = 1 - wire.rank
-        finished: list[Handle] = []
-        arrived: list[bytes] = []
-        wire.send(memoryview(bytearray(1 << 20)), peer, TAG, 0, finished.append)
-        wire.recv(peer, TAG, 1 << 20, 0, lambda view: arrived.append(bytes(view)), finished.append)
+        handle, arrived = receive(wire, peer, Tag(1, 0, 0), 1 << 20)
+        sent = send(wire, peer, Tag(1, 0, 0), bytes(1 << 20))
         tensor = torch.ones(200_000)
         wire.native_all_reduce(tensor, "mean", 0, 60)
         assert tensor.eq(1).all()
-        progress_until(wire, lambda: len(finished) == 2, "the payloads")
+        wait_for(wire, sent, handle)
         assert arrived == [bytes(1 << 20)]
         meeting()
 
@@ -479,7 +265,7 @@ def test_payloads_and_a_native_call_share_the_group() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_nccl_runs_native_collectives_and_refuses_host_memory() -> None:
+def test_nccl_runs_native_all_reduces_and_refuses_host_memory() -> None:
     inner = TcpWire(0, 1, secret=bytes(32), timeouts=TIMEOUTS)
     inner.connect([Peer(0, 0, "here", inner.address, os.getpid())], b"")
     nccl: Any = dist.ProcessGroupNCCL
@@ -491,10 +277,8 @@ def test_nccl_runs_native_collectives_and_refuses_host_memory() -> None:
     for sequence, op in enumerate(("sum", "mean", "min", "max", "product")):
         wire.native_all_reduce(tensor, op, sequence, 60, stream)
         assert tensor.eq(3).all()
-    wire.native_broadcast(tensor, 0, 5, 20, stream)
-    assert torch.equal(wire.native_all_gather(tensor, 6, 20, stream), tensor[None])
     with pytest.raises(ConfigurationError, match="cannot go through NCCL"):
-        wire.native_all_reduce(tensor.cpu(), "sum", 7, 20)
+        wire.native_all_reduce(tensor.cpu(), "sum", 5, 20)
     wire.close()
 
 
@@ -505,7 +289,7 @@ def test_a_group_of_other_ranks_is_refused() -> None:
     with gloo_world(1) as wires:
         other = TcpWire(0, 2, secret=bytes(32))
         with pytest.raises(ConfigurationError, match="rank 0 of a group of 1 over a wire that is rank 0 of 2"):
-            TorchGroupWire(other, wires[0]._group)
+            TorchGroupWire(other, wires[0]._works.group)
         other.abandon()
 
 

@@ -21,7 +21,7 @@ from stretto.wire.base import Tag, Wire
 from stretto.wire.framed import FramedWire
 from stretto.wire.frames import FrameKind
 from stretto.wire.zeromq import STRANGERS_BYTES, ZeroMQWire
-from stretto.wire.zeromq_watch import Event, Seen
+from stretto.wire.zeromq_watch import ConnectionEvent, Seen
 from wire.contract import Meeting, WireContract, body, exchange_once, progress_until, receive
 from wire.socket_world import (
     BAD_FRAMES,
@@ -38,6 +38,8 @@ from wire.socket_world import (
     check_gone_before_connecting,
     check_harmless,
     check_mutations,
+    check_overdraft,
+    check_unasked,
     connect_all,
     frame,
     good_frame,
@@ -81,6 +83,14 @@ def test_a_bad_frame_ends_the_receive_with_the_rank_and_harms_nobody_else(what: 
 @pytest.mark.parametrize("what", HARMLESS_FRAMES)
 def test_what_is_odd_but_harmless_changes_nothing(what: str) -> None:
     check_harmless(zeromq(), say, HARMLESS_FRAMES[what])
+
+
+def test_a_peer_that_sends_more_than_its_credit_is_lost() -> None:
+    check_overdraft(zeromq(), say)
+
+
+def test_a_peer_that_sends_too_much_that_nobody_asked_for_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_unasked(zeromq(), say, monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -255,7 +265,7 @@ def test_strangers_cost_a_worker_that_waits_for_a_peer_a_bounded_amount_of_memor
     with wires_of(2, zeromq()) as wires, ExitStack() as stack:
         peers = [peer_of(wire) for wire in wires]
         with background(lambda: wires[0].connect(peers, NONCE)):  # ZeroMQ listens until the other one has come
-            wait_until(lambda: bool(wires[0]._peers()), "ZeroMQ at the port")
+            wait_until(lambda: bool(wires[0].peers), "ZeroMQ at the port")
             grown = peak_memory_grows_by(lambda: flood(wires[0], 100, stack))
             wires[1].connect(peers, NONCE)
         assert grown < 56 << 20  # 40 for strangers, some for those that leave while others come
@@ -293,8 +303,9 @@ def test_a_peer_that_is_sent_away_after_its_handshake_is_not_lost(monkeypatch: p
         assert isinstance(first, ZeroMQWire) and isinstance(second, ZeroMQWire)
         weigh, sent_away = second._weigh, []
 
-        def look(event: Event) -> None:
-            if event == Event(0, Seen.DISCONNECTED) and second._connections[0].connected:
+        def look(event: ConnectionEvent) -> None:
+            connection = second._connections[0]
+            if event == ConnectionEvent(connection.number_watched, Seen.DISCONNECTED) and connection.connected:
                 sent_away.append(event)
             weigh(event)
 

@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from stretto.collectives.hop import Hop
+from stretto.collectives.message_codec import MessageCodec
 from stretto.compress import exchange
 from stretto.compress.backend import Backend
 from stretto.compress.layout import Blocks, Layout
@@ -103,7 +103,7 @@ class Codec(Compression):
         """The codec to use where so many payloads are added up, such that their sum cannot overflow."""
         return self
 
-    def hop(self) -> Hop | None:
+    def hop(self) -> MessageCodec | None:
         """How a ring carries sums encoded, if it can."""
         return None
 

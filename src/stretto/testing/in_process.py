@@ -1,9 +1,8 @@
-"""What the wires of one process share: matching messages with those who ask for them.
+"""What the wires of one process share: messages by reference, and other threads that bring them.
 
-A message is known by (source, channel, sequence, index). It waits, parked, for its `recv`, or the `recv` waits for it;
-whichever comes second makes the delivery. A name is used once: a second message of the same name makes its sender lost,
-as on a socket. All state here belongs to the one thread that drives the wire; other threads only append to its `_inbox`
-(a subclass says how that wakes the driver), and items are handled one by one in `_drain`.
+All state belongs to the one thread that drives the wire; other threads only append to its `_inbox` (a subclass says how that
+wakes the driver), and items are handled one by one in `_drain`. Messages are matched with receives as on sockets
+(`wire/mailbox.py`).
 
 Delivery is late and by reference: an `Envelope` carries a view of the sender's own memory, which is read as late as the
 contract allows. A sender that writes to it before `handle.done` therefore corrupts what arrives, as it would on a real
@@ -18,15 +17,16 @@ import threading
 import zlib
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
-from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, Tag, Wire
+from stretto.errors import ConfigurationError, PeerLost, WireError
+from stretto.launching.membership import Peer
+from stretto.wire.base import Consume, Handle, OnMessage, Tag
 from stretto.wire.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_POST_BYTES
+from stretto.wire.handshake import Life
+from stretto.wire.mailbox import Key, MailboxWire, PostedReceive
 
-NUM_WIRE_TOPICS = 16
 LEFT = "it left the job"
 
 
@@ -65,6 +65,7 @@ class Envelope:
         "changed",
         "copy",
         "dtype",
+        "generation",
         "handle",
         "num_bytes",
         "source",
@@ -72,8 +73,9 @@ class Envelope:
         "target",
     )
 
-    def __init__(self, source: int, target: int, tag: Tag, dtype: int, view: memoryview, handle: Handle, check: bool):
-        self.source, self.target, self.tag, self.dtype = source, target, tag, dtype
+    def __init__(self, sender: InProcessWire, target: int, tag: Tag, dtype: int, view: memoryview, handle: Handle, check: bool):
+        self.source, self.target, self.tag, self.dtype = sender.rank, target, tag, dtype
+        self.generation = sender.life.generation
         self.num_bytes = view.nbytes
         self.handle = handle
         self.copy: bytearray | None = None
@@ -105,15 +107,13 @@ class Envelope:
     def checked(self) -> bool:
         return self._check is not None
 
+    @property
+    def digest(self) -> int:
+        return self.tag.digest
 
-class Expected(NamedTuple):
-    """One `recv` that waits."""
-
-    handle: Handle
-    num_bytes: int
-    dtype: int
-    consume: Consume
-    into: memoryview | None
+    @property
+    def key(self) -> Key:
+        return self.source, self.tag.channel, self.tag.sequence, self.tag.index
 
 
 # What may lie in an inbox ------------------------------------------------------------------------------------------
@@ -123,57 +123,58 @@ class Expected(NamedTuple):
 class Arrival:
     envelope: Envelope
 
+    @property
+    def origin(self) -> Life:
+        return Life(self.envelope.source, self.envelope.generation)
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:
+    """To the sender itself: the envelope has been read."""
+
     envelope: Envelope
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    source: int
+    origin: Life
     topic: int
     body: bytes
 
 
 @dataclass(frozen=True, slots=True)
+class Here:
+    """A newcomer introduces itself."""
+
+    origin: Life
+
+
+@dataclass(frozen=True, slots=True)
 class Gone:
-    lost: PeerLost
+    origin: Life
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    source: int
+    origin: Life
 
 
-Item = Arrival | Sent | Posted | Gone | Goodbye
-Key = tuple[int, int, int, int]  # source, channel, sequence, index: the digest is not part of the name
+Item = Arrival | Sent | Posted | Here | Gone | Goodbye
 
 
-def _key(source: int, tag: Tag) -> Key:
-    return source, tag.channel, tag.sequence, tag.index
+class InProcessWire(MailboxWire[Envelope]):
+    """See the module's text. Subclasses move items between inboxes and keep the time."""
 
-
-class InProcessWire(Wire):
-    """Matching, parking, cancelling and losing peers. Subclasses move items between inboxes and keep the time."""
-
-    def __init__(self, rank: int, world_size: int, check: bool) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.lost: dict[int, PeerLost] = {}
+    def __init__(self, rank: int, world_size: int, check: bool, generation: int = 0, members: Iterable[Life] = ()) -> None:
+        super().__init__(rank, world_size, generation)
+        self._lives = (dict(members) or dict.fromkeys(range(world_size), generation)) | {rank: generation}
+        self._members = set(self._lives)
+        self._early: dict[Life, list[Item]] = {}  # from newcomers that have not been admitted yet
         self._check = check
         self._inbox: deque[Item] = deque()
-        self._expected: dict[Key, Expected] = {}
-        self._parked: dict[Key, Envelope] = {}
         self._sending: dict[int, Envelope] = {}
-        self._listeners: dict[int, Listener] = {}
-        self._unheard: dict[int, deque[Posted]] = {}
-        self._lost_listeners: list[LostListener] = []
         self._untold: deque[PeerLost] = deque()
-        self._left: set[int] = set()
-        self._cancelled: set[tuple[int, int]] = set()
-        self._bytes_sent = 0
-        self._closed = False
         self._killed: str | None = None
 
     # What a subclass adds
@@ -185,6 +186,10 @@ class InProcessWire(Wire):
     @abstractmethod
     def _transmit_post(self, to: int, posted: Posted) -> None:
         """Bring it to the target's inbox, after everything posted there before."""
+
+    @abstractmethod
+    def _say_goodbye_to(self, rank: int) -> None:
+        """Bring a `Goodbye` to the target's inbox, after everything sent there before."""
 
     @abstractmethod
     def _acknowledge(self, envelope: Envelope) -> None:
@@ -211,8 +216,8 @@ class InProcessWire(Wire):
         if (lost := self._loss_of(to)) is not None:
             handle.finish(lost)
             return handle
-        self._bytes_sent += view.nbytes + HEADER_BYTES
-        envelope = Envelope(self.rank, to, tag, dtype, view, handle, self._check)
+        self._sent += view.nbytes + HEADER_BYTES
+        envelope = Envelope(self, to, tag, dtype, view, handle, self._check)
         self._sending[id(envelope)] = envelope
         self._transmit(envelope)
         return handle
@@ -229,61 +234,69 @@ class InProcessWire(Wire):
     ) -> Handle:
         self._enter()
         self._check_peer("recv", source)
-        handle = Handle(source, tag, on_done)
-        key = _key(source, tag)
-        if key in self._expected:
-            raise ConfigurationError(
-                f"recv from rank {source} ({tag}) on rank {self.rank}: that message is being waited for already, and "
-                f"it comes once.\n"
-                f"Give every message of a collective its own index."
-            )
-        expected = Expected(handle, num_bytes, dtype, consume, into)
-        if (envelope := self._parked.pop(key, None)) is not None:
-            self._deliver(envelope, expected)
-        elif (lost := self._loss_of(source)) is not None:
-            handle.finish(lost)
-        else:
-            self._expected[key] = expected
-        return handle
+        return super().recv(source, tag, num_bytes, dtype, consume, on_done, into)
 
     def post(self, to: int, topic: int, body: bytes) -> None:
         self._enter()
         self._check_peer("post", to)
-        self._check_topic("post", topic)
         _check_length("post", len(body), MAX_POST_BYTES)
+        self._post(to, topic, body)
+
+    def _post(self, to: int, topic: int, body: bytes) -> None:
         if to in self.lost or to in self._left:
             return
-        self._bytes_sent += len(body) + HEADER_BYTES
-        self._transmit_post(to, Posted(self.rank, topic, bytes(body)))
+        self._sent += len(body) + HEADER_BYTES
+        self._transmit_post(to, Posted(self.life, topic, bytes(body)))
 
-    def listen(self, topic: int, listener: Listener) -> None:
-        self._check_topic("listen", topic)
-        self._listeners[topic] = listener
-        # Told by the next progress, in the order of arrival and before anything newer: the inbox is behind them.
-        self._inbox.extendleft(reversed(self._unheard.pop(topic, deque())))
+    def serve(self, channel: int, on_message: OnMessage, credit_bytes: int) -> None:
+        self._enter()
+        super().serve(channel, on_message, credit_bytes)
 
-    def on_lost(self, listener: LostListener) -> None:
-        self._lost_listeners.append(listener)
-
-    def cancel(self, channel: int, sequence: int) -> None:
-        name = (channel, sequence)
-        self._cancelled.add(name)
-        for key in [key for key in self._expected if key[1:3] == name]:
-            del self._expected[key]
-        for key in [key for key in self._parked if key[1:3] == name]:
-            self._settle(self._parked.pop(key))
-        for number, envelope in list(self._sending.items()):
-            if envelope.tag[:2] == name:
-                envelope.revoke()
-                del self._sending[number]
-
-    def said_goodbye(self, rank: int) -> bool:
-        """Whether that peer closed its wire (and not: was lost some other way)."""
-        return rank in self._left
+    def offer(
+        self, to: int, channel: int, header: bytes, payload: memoryview, on_done: Callable[[Handle], None] | None = None
+    ) -> Handle:
+        self._enter()
+        self._check_peer("offer", to)
+        self._loss_of(to)
+        return super().offer(to, channel, header, payload, on_done)
 
     @property
-    def bytes_sent(self) -> int:
-        return self._bytes_sent
+    def peers(self) -> list[int]:
+        return sorted(self._members - {self.rank})
+
+    @property
+    def life(self) -> Life:
+        return Life(self.rank, self._born)
+
+    @property
+    def peer(self) -> Peer:
+        """This rank as others know it: what they admit."""
+        return Peer(self.rank, self.rank, "here", "", 0, generation=self._born)
+
+    def members(self) -> list[Life]:
+        """The lives that are in this rank's view: what a newcomer to the same world has to know."""
+        return [Life(rank, self._lives[rank]) for rank in sorted(self._members)]
+
+    def _begin_admission(self, peer: Peer) -> None:
+        self._inbox.extendleft(reversed(self._early.pop(Life(peer.rank, peer.generation), [])))
+
+    def _joined(self, rank: int) -> None:
+        self._members.add(rank)
+        super()._joined(rank)
+
+    def _part_from(self, rank: int) -> None:
+        self._left.add(rank)
+        self._say_goodbye_to(rank)
+
+    def _forget(self, rank: int) -> None:
+        self._members.discard(rank)
+
+    def cancel(self, channel: int, sequence: int) -> None:
+        super().cancel(channel, sequence)
+        for number, envelope in list(self._sending.items()):
+            if envelope.tag[:2] == (channel, sequence):
+                envelope.revoke()
+                del self._sending[number]
 
     # Inside
 
@@ -295,23 +308,16 @@ class InProcessWire(Wire):
             raise WireError(f"rank {self.rank}'s wire is closed: nothing can be sent or received on it any more. Close it last.")
 
     def _check_peer(self, verb: str, peer: int) -> None:
-        if not 0 <= peer < self.world_size:
+        if peer not in self._lives:
             raise ConfigurationError(
-                f"{verb} between rank {self.rank} and rank {peer}: this world has ranks 0 to {self.world_size - 1}. "
-                f"Give one of those."
-            )
-
-    def _check_topic(self, verb: str, topic: int) -> None:
-        if topic < NUM_WIRE_TOPICS:
-            raise ConfigurationError(
-                f"{verb}(topic={topic}): topics 0 to {NUM_WIRE_TOPICS - 1} belong to the wire itself. Use "
-                f"{NUM_WIRE_TOPICS} or more."
+                f"{verb} between rank {self.rank} and rank {peer}: the ranks that this world knows are {sorted(self._lives)}. "
+                f"Give one of those, or admit it first."
             )
 
     def _loss_of(self, peer: int) -> PeerLost | None:
         """Why nothing can be waited for from this peer. Waiting for one that has left is what makes it lost."""
         if peer in self._left:
-            self._lose(PeerLost(peer, LEFT))
+            self._lose(peer, LEFT)
         return self.lost.get(peer)
 
     def _has_news(self) -> bool:
@@ -323,73 +329,68 @@ class InProcessWire(Wire):
             if self._inbox and self._killed is None:  # a callback may have closed or killed this wire
                 self._handle(self._inbox.popleft())
         while self._untold and self._killed is None:
-            lost = self._untold.popleft()
-            for listener in list(self._lost_listeners):
-                listener(lost)
+            super()._tell_lost(self._untold.popleft())
+
+    def _tell_lost(self, error: PeerLost) -> None:
+        self._untold.append(error)  # for `progress` to tell: a peer may be found lost inside `send` or `recv`
 
     def _handle(self, item: Item) -> None:
+        if not isinstance(item, Sent):
+            rank, generation = item.origin
+            admitted = self._lives.get(rank, -1)
+            if generation > admitted:
+                self._early.setdefault(item.origin, []).append(item)
+            if generation != admitted:
+                return  # else: of a former life
         match item:
             case Arrival(envelope):
-                self._arrive(envelope)
+                self._deliver(envelope.key, envelope)
             case Sent(envelope):
                 self._finish_send(envelope)
-            case Posted(source, topic, body):
-                listener = self._listeners.get(topic)
-                if listener is None:
-                    self._unheard.setdefault(topic, deque()).append(item)
-                else:
-                    listener(source, body)
-            case Gone(lost):
-                self._lose(lost)
-            case Goodbye(source):
-                self._left.add(source)
-                if self._waits_for(source):
-                    self._lose(PeerLost(source, LEFT))
+            case Posted(origin, topic, body):
+                self._hear(origin.rank, topic, body)
+            case Here(origin):
+                if origin.rank in self._admitted:
+                    self._joined(origin.rank)
+            case Gone(origin, reason):
+                self._lose(origin.rank, reason)
+            case Goodbye(origin):
+                self._left.add(origin.rank)
+                if self._waits_for(origin.rank):
+                    self._lose(origin.rank, LEFT)
 
-    def _arrive(self, envelope: Envelope) -> None:
-        key = _key(envelope.source, envelope.tag)
-        if (expected := self._expected.pop(key, None)) is not None:
-            self._deliver(envelope, expected)
-        elif envelope.tag[:2] in self._cancelled:
-            self._settle(envelope)
-        elif key in self._parked:
-            self._lose(PeerLost(envelope.source, f"it sent a bad frame: a second message {envelope.tag}"))
-        else:
-            self._park(key, envelope)
-
-    def _park(self, key: Key, envelope: Envelope) -> None:
-        if not self._may_keep_parked(envelope):
-            if envelope.read() is None:
+    def _park(self, key: Key, message: Envelope) -> None:
+        if not self._may_keep_parked(message):
+            if message.read() is None:
                 return
-            self._settle(envelope)
-        self._parked[key] = envelope
+            self._let_go(message)
+        super()._park(key, message)
 
-    def _deliver(self, envelope: Envelope, expected: Expected) -> None:
-        handle = expected.handle
-        problem = _difference(envelope, expected)
+    def _hand_over(self, receive: PostedReceive, message: Envelope) -> None:
+        problem = receive.problem(message)
         if problem is not None:
-            self._settle(envelope)
-            handle.finish(problem)
+            self._let_go(message)
+            receive.handle.finish(problem)
             return
-        data = envelope.read()
+        data = message.read()
         if data is None:  # cancelled by its sender: this recv waits on, for its deadline or its own cancel
-            self._expected[_key(envelope.source, envelope.tag)] = expected
+            self._expected[message.key] = receive
             return
-        self._settle(envelope)
-        if envelope.changed:
-            raise BufferChanged(envelope)
-        if expected.into is None:
-            expected.consume(memoryview(data))
+        self._let_go(message)
+        if message.changed:
+            raise BufferChanged(message)
+        if receive.into is None:
+            receive.consume(memoryview(data))
         elif data:
-            expected.into.cast("B")[:] = data
-        if envelope.checked:
+            receive.into.cast("B")[:] = data
+        if message.checked:
             data[:] = b"\xa5" * len(data)
-        handle.finish()
+        receive.handle.finish()
 
-    def _settle(self, envelope: Envelope) -> None:
-        if not envelope.acknowledged:
-            envelope.acknowledged = True
-            self._acknowledge(envelope)
+    def _let_go(self, message: Envelope) -> None:
+        if not message.acknowledged:
+            message.acknowledged = True
+            self._acknowledge(message)
 
     def _finish_send(self, envelope: Envelope) -> None:
         if self._sending.pop(id(envelope), None) is None:
@@ -401,23 +402,15 @@ class InProcessWire(Wire):
             raise BufferChanged(envelope)
 
     def _waits_for(self, peer: int) -> bool:
-        return any(key[0] == peer for key in self._expected) or any(
-            envelope.target == peer for envelope in self._sending.values()
-        )
+        waits = any(key[0] == peer for key in self._expected)
+        return waits or any(each.target == peer for each in self._sending.values()) or self._serving.waits_for(peer)
 
-    def _lose(self, lost: PeerLost) -> None:
-        if lost.rank in self.lost:
-            return
-        self.lost[lost.rank] = lost
-        self._untold.append(lost)
-        # A callback may cancel what is further down these lists, so each entry is looked up again when its turn comes.
-        for key in [key for key in self._expected if key[0] == lost.rank]:
-            if (expected := self._expected.pop(key, None)) is not None:
-                expected.handle.finish(lost)
-        for number, envelope in list(self._sending.items()):
-            if envelope.target == lost.rank and self._sending.pop(number, None) is not None:
-                envelope.revoke()
-                envelope.handle.finish(lost)
+    def _stop_sending(self, rank: int) -> list[Handle]:
+        stopped = [(number, envelope) for number, envelope in self._sending.items() if envelope.target == rank]
+        for number, envelope in stopped:
+            envelope.revoke()
+            del self._sending[number]
+        return [envelope.handle for _, envelope in stopped]
 
     def _release(self) -> None:
         """Forget everything at the end. What is still under way goes out as it is now: the memory is the caller's
@@ -450,18 +443,3 @@ def _check_length(verb: str, num_bytes: int, limit: int) -> None:
             f"{verb} of {num_bytes} bytes: one message carries at most {limit}, so that none holds up the others. "
             f"Send it in pieces."
         )
-
-
-def _difference(envelope: Envelope, expected: Expected) -> WireError | None:
-    """What is wrong with the message, seen by the one who asked for it."""
-    if envelope.tag.digest != expected.handle.tag.digest:
-        return DigestMismatch(envelope.source)
-    if envelope.num_bytes == expected.num_bytes and envelope.dtype == expected.dtype:
-        return None
-    return FrameError(
-        envelope.source,
-        f"{envelope.tag} came with {envelope.num_bytes} bytes of dtype {envelope.dtype} where {expected.num_bytes} "
-        f"bytes of "
-        f"dtype {expected.dtype} were asked for. The ranks disagree about this collective: call it with the same "
-        f"shape and dtype everywhere.",
-    )

@@ -8,6 +8,8 @@ or stays in the sender's memory until somebody asks for it (`eager=False`, like 
 buffers hangs there, and a sender that reuses memory too early is always caught). `check=True` turns such a violation
 into `BufferChanged`.
 
+    newcomer = wires[0].newcomer(rank=3, generation=1)      # the others let it in by wire.admit(newcomer.peer)
+
 Each wire has one condition: its inbox is filled under it, by the sender's thread, and `progress` waits on it. No thread
 ever holds two of them, so there is no order of locks to get wrong.
 """
@@ -16,20 +18,38 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 
-from stretto.errors import ConfigurationError, PeerLost
-from stretto.testing.in_process import Arrival, Envelope, Gone, Goodbye, InProcessWire, Item, Posted, Sent
+from stretto.errors import ConfigurationError
+from stretto.testing.in_process import Arrival, Envelope, Gone, Goodbye, Here, InProcessWire, Item, Posted, Sent
+from stretto.wire.handshake import Life
 
 
 class ThreadsWire(InProcessWire):
     """One rank of a `threads_world`."""
 
-    def __init__(self, rank: int, world: list[ThreadsWire], world_size: int, check: bool, eager: bool) -> None:
-        super().__init__(rank, world_size, check)
+    def __init__(
+        self,
+        rank: int,
+        world: dict[int, ThreadsWire],
+        world_size: int,
+        check: bool,
+        eager: bool,
+        generation: int = 0,
+        members: Iterable[Life] = (),
+    ) -> None:
+        super().__init__(rank, world_size, check, generation, members)
         self._world = world
         self._eager = eager
         self._condition = threading.Condition()
         self._woken = False
+
+    def newcomer(self, rank: int, generation: int) -> ThreadsWire:
+        """The wire of a rank that joins this rank's view, or comes back to it under a later generation."""
+        made = ThreadsWire(rank, self._world, self.world_size, self._check, self._eager, generation, self.members())
+        self._world[rank] = made
+        made._tell_others(Here(made.life))
+        return made
 
     def progress(self, timeout_s: float) -> None:
         self._enter()
@@ -53,7 +73,7 @@ class ThreadsWire(InProcessWire):
                 return
             self._killed = reason
             self._condition.notify_all()
-        self._tell_others(Gone(PeerLost(self.rank, reason)))
+        self._tell_others(Gone(self.life, reason))
 
     def close(self) -> None:
         with self._condition:
@@ -61,7 +81,7 @@ class ThreadsWire(InProcessWire):
                 return
             self._closed = True
         self._release()
-        self._tell_others(Goodbye(self.rank))
+        self._tell_others(Goodbye(self.life))
 
     def _may_return(self) -> bool:
         return self._woken or self._has_news() or self._killed is not None
@@ -76,18 +96,26 @@ class ThreadsWire(InProcessWire):
                 self._condition.notify_all()
 
     def _tell_others(self, item: Item) -> None:
-        for wire in self._world:
+        for wire in list(self._world.values()):
             if wire is not self:
                 wire._push(item)
 
+    def _push_to(self, life: Life, item: Item) -> None:
+        target = self._world.get(life.rank)
+        if target is not None and target.life == life:  # else it has gone, and another has come in its place
+            target._push(item)
+
     def _transmit(self, envelope: Envelope) -> None:
-        self._world[envelope.target]._push(Arrival(envelope))
+        self._push_to(Life(envelope.target, self._lives[envelope.target]), Arrival(envelope))
 
     def _transmit_post(self, to: int, posted: Posted) -> None:
-        self._world[to]._push(posted)
+        self._push_to(Life(to, self._lives[to]), posted)
+
+    def _say_goodbye_to(self, rank: int) -> None:
+        self._push_to(Life(rank, self._lives[rank]), Goodbye(self.life))
 
     def _acknowledge(self, envelope: Envelope) -> None:
-        self._world[envelope.source]._push(Sent(envelope))
+        self._push_to(Life(envelope.source, envelope.generation), Sent(envelope))
 
     def _may_keep_parked(self, envelope: Envelope) -> bool:
         return not self._eager
@@ -97,6 +125,6 @@ def threads_world(size: int, *, check: bool = False, eager: bool = True) -> list
     """The wires of a world of `size` ranks in this process. The module's text says what `check` and `eager` do."""
     if size < 1:
         raise ConfigurationError(f"threads_world({size}): a world has at least one rank. Write threads_world(1) or more.")
-    world: list[ThreadsWire] = []
-    world.extend(ThreadsWire(rank, world, size, check, eager) for rank in range(size))
-    return world
+    world: dict[int, ThreadsWire] = {}
+    world.update({rank: ThreadsWire(rank, world, size, check, eager) for rank in range(size)})
+    return list(world.values())

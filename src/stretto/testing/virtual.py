@@ -29,13 +29,14 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from random import Random
 
-from stretto.errors import ConfigurationError, PeerLost, WireError
+from stretto.errors import ConfigurationError, WireError
 from stretto.testing.faults import Cut, Fault, FaultLedger, Kill, Pause, Trace
 from stretto.testing.in_process import (
     Arrival,
     Envelope,
     Gone,
     Goodbye,
+    Here,
     InProcessWire,
     Item,
     Posted,
@@ -43,15 +44,11 @@ from stretto.testing.in_process import (
     WireKilled,
 )
 from stretto.testing.network_model import Interfaces, NetworkModel
-from stretto.testing.virtual_network import Outgoing, OutOfBudget, StateMachine, Timer, VirtualNetwork
+from stretto.testing.virtual_network import OutOfBudget
+from stretto.wire.handshake import Life
 
 __all__ = [
-    "Outgoing",
-    "OutOfBudget",
-    "StateMachine",
-    "Timer",
     "VirtualDeadlock",
-    "VirtualNetwork",
     "VirtualWire",
     "VirtualWorld",
     "virtual_world",
@@ -72,8 +69,8 @@ class _State(enum.Enum):
     FINISHED = "finished"
 
 
-class _Rank:
-    """What the scheduler knows of one rank."""
+class _Turn:
+    """What the scheduler knows of one rank, in one life."""
 
     def __init__(self, wire: VirtualWire, lock: threading.Lock) -> None:
         self.wire = wire
@@ -85,6 +82,10 @@ class _Rank:
         self.due = False  # it could go on, but for the pause
 
     @property
+    def number(self) -> int:
+        return self.wire.rank
+
+    @property
     def blocked(self) -> bool:
         return self.state in (_State.WAITING, _State.COMPUTING)
 
@@ -94,27 +95,36 @@ class _Rank:
 
 
 class _Message:
-    """Something on its way between two ranks: `item` goes into the target's inbox, unless `truncated` by then."""
+    """Something on its way from a wire to one life of a rank: `item` goes into its inbox, unless `truncated` by then."""
 
-    __slots__ = ("item", "num_bytes", "source", "target", "truncated")
+    __slots__ = ("item", "num_bytes", "sender", "source", "target", "target_life", "truncated")
 
-    def __init__(self, source: int, target: int, num_bytes: int, item: Item) -> None:
-        self.source, self.target, self.num_bytes, self.item = source, target, num_bytes, item
+    def __init__(self, sender: VirtualWire, target: int, num_bytes: int, item: Item) -> None:
+        self.sender, self.source, self.num_bytes, self.item = sender, sender.rank, num_bytes, item
+        self.target, self.target_life = target, sender.life_of(target)
         self.truncated = False  # its sender died before the last byte had left
 
 
 class VirtualWire(InProcessWire):
     """One rank of a `virtual_world`."""
 
-    def __init__(self, rank: int, world: VirtualWorld, check: bool) -> None:
-        super().__init__(rank, world.size, check)
+    def __init__(self, rank: int, world: VirtualWorld, check: bool, generation: int = 0, members: Iterable[Life] = ()) -> None:
+        super().__init__(rank, world.size, check, generation, members)
         self.world = world
+        self.turn = _Turn(self, world.lock)
         self._woken = False
+
+    def newcomer(self, rank: int, generation: int) -> VirtualWire:
+        """The wire of a rank that joins this rank's view, or comes back to it under a later generation; for a thread of its own.
+
+        The caller is a rank whose turn it is. (A killed rank may make its own successor, and drive it after calling `finish`.)
+        """
+        return self.world._add(VirtualWire(rank, self.world, self._check, generation, self.members()))
 
     def progress(self, timeout_s: float) -> None:
         self._enter()
         if not self._woken and not self._has_news():
-            self.world._wait(self.rank, max(timeout_s, POLL_S), _State.WAITING)
+            self.world._wait(self.turn, max(timeout_s, POLL_S), _State.WAITING)
         self._woken = False
         self._enter()
         self._drain()
@@ -123,25 +133,25 @@ class VirtualWire(InProcessWire):
         """Be busy for that long: virtual time passes, messages arrive but are not looked at."""
         self._enter()
         if seconds > 0:
-            self.world._wait(self.rank, seconds, _State.COMPUTING)
+            self.world._wait(self.turn, seconds, _State.COMPUTING)
         self._enter()
 
     def wake(self) -> None:
-        self.world._nudge(self.rank)
+        self.world._nudge(self.turn)
 
     def now(self) -> float:
         return self.world.now
 
     def kill(self, reason: str = "its process died") -> None:
-        self.world._kill(self.rank, reason)
+        self.world._kill(self.turn, reason)
 
     def close(self) -> None:
         """Goodbye; and this rank no longer holds the clock."""
         if not self._closed and self._killed is None and not self.world.failed:
-            self.world._take_baton(self.rank)
+            self.world._take_baton(self.turn)
             self._closed = True
             self._release()
-            self.world._say_goodbye(self.rank)
+            self.world._say_goodbye(self)
         self.finish()
 
     def abandon(self) -> None:
@@ -150,7 +160,7 @@ class VirtualWire(InProcessWire):
 
     def finish(self) -> None:
         """This rank's thread has nothing more to do: the others go on without waiting for it. Idempotent."""
-        self.world._finish(self.rank)
+        self.world._finish(self.turn)
         self._closed = True
 
     @property
@@ -158,14 +168,20 @@ class VirtualWire(InProcessWire):
         return self._killed is not None
 
     def _enter(self) -> None:
-        self.world._take_baton(self.rank)
+        self.world._take_baton(self.turn)
         super()._enter()
 
     def _transmit(self, envelope: Envelope) -> None:
-        self.world._send(_Message(self.rank, envelope.target, envelope.num_bytes, Arrival(envelope)))
+        self.world._send(_Message(self, envelope.target, envelope.num_bytes, Arrival(envelope)))
 
     def _transmit_post(self, to: int, posted: Posted) -> None:
-        self.world._send(_Message(self.rank, to, len(posted.body), posted))
+        self.world._send(_Message(self, to, len(posted.body), posted))
+
+    def _say_goodbye_to(self, rank: int) -> None:
+        self.world._send(_Message(self, rank, 0, Goodbye(self.life)))
+
+    def life_of(self, rank: int) -> Life:
+        return Life(rank, self._lives[rank])
 
     def _acknowledge(self, envelope: Envelope) -> None:
         """Nothing to tell: here a send is done when it has left, not when it is received."""
@@ -211,12 +227,12 @@ class VirtualWorld:
         self._severed: set[tuple[int, int]] = set()
         self._failure: Callable[[], Exception] | None = None  # each rank raises one of its own
         self._num_switches = 0
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self.wires = [VirtualWire(rank, self, check) for rank in range(size)]
-        self._ranks = [_Rank(wire, self._lock) for wire in self.wires]
-        self._ready = self._ranks[1:]
-        self._running: int | None = 0
-        self._ranks[0].state = _State.RUNNING
+        self._turns = {wire.rank: wire.turn for wire in self.wires}  # of the last life of each rank
+        self._ready = [wire.turn for wire in self.wires[1:]]
+        self._running: _Turn | None = self.wires[0].turn
+        self._running.state = _State.RUNNING
         self._by_count = [fault for fault in faults if fault.at_event is not None]
         for fault in faults:
             if fault.at_s is not None:
@@ -237,23 +253,34 @@ class VirtualWorld:
 
     def abort(self, reason: str) -> None:
         """End the run: every rank's current or next call raises `WireKilled`. Any thread may call it."""
-        with self._lock:
+        with self.lock:
             self._failure = self._failure or partial(WireKilled, -1, reason)
-            for rank in self._ranks:
+            for rank in self._turns.values():
                 rank.baton.notify_all()
 
     # The baton: one rank runs at a time ------------------------------------------------------------------------------
 
-    def _take_baton(self, rank: int) -> None:
+    def _take_baton(self, rank: _Turn) -> None:
         """Wait until it is this rank's turn. It keeps its turn until it waits or ends."""
-        if self._running == rank and self._failure is None:
+        if self._running is rank and self._failure is None:
             return
-        with self._lock:
-            self._await_turn(self._ranks[rank])
+        with self.lock:
+            self._await_turn(rank)
 
-    def _await_turn(self, rank: _Rank) -> None:
+    def _add(self, newcomer: VirtualWire) -> VirtualWire:
+        with self.lock:
+            rank = newcomer.rank
+            self._turns[rank] = newcomer.turn
+            self._ready.append(newcomer.turn)
+            self._severed = {pair for pair in self._severed if rank not in pair}
+            self.trace.record(self.now, f"newcomer {newcomer.life}")
+        for other in newcomer.peers:
+            self._send(_Message(newcomer, other, 0, Here(newcomer.life)))
+        return newcomer
+
+    def _await_turn(self, rank: _Turn) -> None:
         seen, since = self._num_switches, time.monotonic()
-        while self._running != rank.wire.rank and self._failure is None and rank.state is not _State.FINISHED:
+        while self._running is not rank and self._failure is None and rank.state is not _State.FINISHED:
             rank.baton.wait(1.0)
             if seen != self._num_switches:
                 seen, since = self._num_switches, time.monotonic()
@@ -264,9 +291,8 @@ class VirtualWorld:
         if rank.state is not _State.FINISHED:
             rank.state = _State.RUNNING
 
-    def _wait(self, rank: int, seconds: float, state: _State) -> None:
-        with self._lock:
-            me = self._ranks[rank]
+    def _wait(self, me: _Turn, seconds: float, state: _State) -> None:
+        with self.lock:
             if state is _State.WAITING and me.wire._woken:  # by another thread, since the caller looked
                 return
             me.state = state
@@ -275,35 +301,34 @@ class VirtualWorld:
             self._pass_baton()
             self._await_turn(me)
 
-    def _finish(self, rank: int) -> None:
-        with self._lock:
-            me = self._ranks[rank]
+    def _finish(self, me: _Turn) -> None:
+        with self.lock:
             if me.state is _State.FINISHED:
                 return
             if self._failure is None:
                 self._await_turn(me)
             me.state = _State.FINISHED
-            self.trace.record(self.now, f"finish {rank}")
-            if self._running == rank:
+            self.trace.record(self.now, f"finish {me.number}")
+            if self._running is me:
                 self._pass_baton()
 
     def _pass_baton(self) -> None:
-        """Draw who goes on, letting events happen until somebody can. Nobody: all have finished."""
+        """RandomKeys who goes on, letting events happen until somebody can. Nobody: all have finished."""
         while not self._ready and self._failure is None:
-            if not any(rank.blocked for rank in self._ranks):
+            if not any(rank.blocked for rank in self._turns.values()):
                 self._running = None
                 return
             self._advance()
         if self._failure is not None:
-            for rank in self._ranks:
+            for rank in self._turns.values():
                 rank.baton.notify_all()
             return
         chosen = self._ready.pop(self._random.randrange(len(self._ready)))
-        self._running = chosen.wire.rank
+        self._running = chosen
         self._num_switches += 1
         chosen.baton.notify_all()
 
-    def _let_go_on(self, rank: _Rank) -> None:
+    def _let_go_on(self, rank: _Turn) -> None:
         """A blocked rank has a reason to run."""
         if not rank.blocked:
             return
@@ -315,11 +340,11 @@ class VirtualWorld:
         rank.until = math.inf
         self._ready.append(rank)
 
-    def _nudge(self, rank: int) -> None:
-        with self._lock:
-            self.wires[rank]._woken = True
-            if self._ranks[rank].state is _State.WAITING:
-                self._let_go_on(self._ranks[rank])
+    def _nudge(self, rank: _Turn) -> None:
+        with self.lock:
+            rank.wire._woken = True
+            if rank.state is _State.WAITING:
+                self._let_go_on(rank)
 
     # The clock: events in the order of time, then of their making ----------------------------------------------------
 
@@ -347,13 +372,13 @@ class VirtualWorld:
         for fault in [fault for fault in self._by_count if fault.at_event == self.num_events]:
             self._inject(fault)
 
-    def _set_alarm(self, rank: _Rank) -> None:
+    def _set_alarm(self, rank: _Turn) -> None:
         """See that a blocked rank goes on at `rank.until`. One alarm each, put off as needed, keeps the heap small."""
         if rank.until < rank.alarm:
             rank.alarm = rank.until
             self._at(rank.alarm, partial(self._ring, rank, rank.alarm))
 
-    def _ring(self, rank: _Rank, alarm: float) -> bool:
+    def _ring(self, rank: _Turn, alarm: float) -> bool:
         if alarm != rank.alarm:
             return False
         rank.alarm = math.inf
@@ -362,14 +387,14 @@ class VirtualWorld:
         if rank.until > alarm:
             self._set_alarm(rank)
             return False
-        self.trace.record(self.now, f"alarm {rank.wire.rank}")
+        self.trace.record(self.now, f"alarm {rank.number}")
         self._let_go_on(rank)
         return True
 
     # The network -----------------------------------------------------------------------------------------------------
 
     def _send(self, message: _Message) -> None:
-        with self._lock:
+        with self.lock:
             source, target = message.source, message.target
             link = self.model.link(source, target)
             start, end = self._interfaces.leave(self.now, source, link.seconds_for(message.num_bytes))
@@ -385,12 +410,12 @@ class VirtualWorld:
 
     def _leave(self, message: _Message) -> bool:
         """The last byte has left the sender: now its memory is read, and the send is done."""
-        if self.wires[message.source].is_killed:
+        if message.sender.is_killed:
             message.truncated = True
             return True
         if isinstance(message.item, Arrival):
             message.item.envelope.read()
-            self._push(message.source, Sent(message.item.envelope))
+            self._push(message.sender.turn, Sent(message.item.envelope))
         return True
 
     def _first_byte(self, message: _Message, seconds: float) -> bool:
@@ -405,25 +430,24 @@ class VirtualWorld:
 
     def _last_byte(self, message: _Message) -> bool:
         self.trace.record(self.now, f"arrive {message.source} {message.target} {_name(message.item)}")
-        if not message.truncated and not self._is_severed(message):
-            self._push(message.target, message.item)
+        target = self._turns[message.target]
+        if not message.truncated and not self._is_severed(message) and target.wire.life == message.target_life:
+            self._push(target, message.item)
         return True
 
     def _is_severed(self, message: _Message) -> bool:
         return (message.source, message.target) in self._severed
 
-    def _push(self, rank: int, item: Item) -> None:
-        target = self._ranks[rank]
+    def _push(self, target: _Turn, item: Item) -> None:
         if target.gone:
             return
         target.wire._inbox.append(item)
         if target.state is _State.WAITING:
             self._let_go_on(target)
 
-    def _say_goodbye(self, rank: int) -> None:
-        for other in range(self.size):
-            if other != rank:
-                self._send(_Message(rank, other, 0, Goodbye(rank)))
+    def _say_goodbye(self, wire: VirtualWire) -> None:
+        for other in wire.peers:
+            self._send(_Message(wire, other, 0, Goodbye(wire.life)))
 
     # Faults ----------------------------------------------------------------------------------------------------------
 
@@ -431,10 +455,10 @@ class VirtualWorld:
         self.trace.record(self.now, str(fault))
         match fault:
             case Kill(node):
-                if self._end(self._ranks[int(node)], "its process died"):
+                if self._end(self._turns[int(node)], "its process died"):
                     self.ledger.fired[str(fault)] += 1
             case Pause(node):
-                self._pause(self._ranks[int(node)], fault)
+                self._pause(self._turns[int(node)], fault)
             case Cut():
                 self._cuts.append(fault)
                 self._at(self.now + self.model.silence_s, partial(self._give_up_cut, fault))
@@ -442,26 +466,26 @@ class VirtualWorld:
                     self._at(self.now + fault.for_s, partial(self._heal, fault))
         return True
 
-    def _kill(self, rank: int, reason: str) -> None:
-        with self._lock:
-            self._end(self._ranks[rank], reason)
+    def _kill(self, rank: _Turn, reason: str) -> None:
+        with self.lock:
+            self._end(rank, reason)
 
-    def _end(self, rank: _Rank, reason: str) -> bool:
+    def _end(self, rank: _Turn, reason: str) -> bool:
         if rank.gone:
             return False
         rank.wire._killed = reason
         self._let_go_on(rank)  # to unwind: its next call raises WireKilled
-        self._at(self.now + self.model.detect_s, partial(self._lose_everywhere, rank.wire.rank, reason))
+        self._at(self.now + self.model.detect_s, partial(self._lose_everywhere, rank, reason))
         return True
 
-    def _lose_everywhere(self, rank: int, reason: str) -> bool:
-        self.trace.record(self.now, f"lost {rank}")
-        for other in range(self.size):
-            if other != rank:
-                self._push(other, Gone(PeerLost(rank, reason)))
+    def _lose_everywhere(self, rank: _Turn, reason: str) -> bool:
+        self.trace.record(self.now, f"lost {rank.number}")
+        for other in self._turns.values():
+            if other is not rank:
+                self._push(other, Gone(rank.wire.life, reason))
         return True
 
-    def _pause(self, rank: _Rank, pause: Pause) -> None:
+    def _pause(self, rank: _Turn, pause: Pause) -> None:
         if rank.gone:
             return
         if rank.state is _State.COMPUTING:  # what was left of the computation is left afterwards
@@ -472,7 +496,7 @@ class VirtualWorld:
         if pause.for_s > self.model.silence_s:
             self._at(self.now + self.model.silence_s, partial(self._give_up_paused, rank, pause))
 
-    def _resume(self, rank: _Rank, pause: Pause) -> bool:
+    def _resume(self, rank: _Turn, pause: Pause) -> bool:
         if rank.paused is not pause:
             return False
         rank.paused = None
@@ -481,34 +505,35 @@ class VirtualWorld:
             self._let_go_on(rank)
         return True
 
-    def _give_up_paused(self, rank: _Rank, pause: Pause) -> bool:
+    def _give_up_paused(self, rank: _Turn, pause: Pause) -> bool:
         if rank.paused is not pause or rank.gone:
             return False
         self.ledger.fired[str(pause)] += 1
-        for other in range(self.size):
-            if other != rank.wire.rank:
-                self._sever(rank.wire.rank, other)
+        for other in self._turns:
+            if other != rank.number:
+                self._sever(rank.number, other)
         return True
 
     def _give_up_cut(self, cut: Cut) -> bool:
         if cut not in self._cuts:
             return False
         self.ledger.fired[str(cut)] += 1
-        for a in range(self.size):
-            for b in range(a):
-                if cut.separates(a, b):
+        for a in self._turns:
+            for b in self._turns:
+                if b < a and cut.separates(a, b):
                     self._sever(a, b)
         return True
 
     def _sever(self, a: int, b: int) -> None:
         """Two ranks have given each other up: nothing passes between them any more."""
-        if (a, b) in self._severed or self._ranks[a].gone or self._ranks[b].gone:
+        one, other = self._turns[a], self._turns[b]
+        if (a, b) in self._severed or one.gone or other.gone:
             return
         self._severed |= {(a, b), (b, a)}
         self.trace.record(self.now, f"sever {a} {b}")
         reason = f"no heartbeat for {self.model.silence_s:g} s (stopped, or its link is cut)"
-        self._push(a, Gone(PeerLost(b, reason)))
-        self._push(b, Gone(PeerLost(a, reason)))
+        self._push(one, Gone(other.wire.life, reason))
+        self._push(other, Gone(one.wire.life, reason))
 
     def _heal(self, cut: Cut) -> bool:
         self._cuts.remove(cut)
@@ -528,7 +553,7 @@ class VirtualWorld:
     # What to say when nothing goes on --------------------------------------------------------------------------------
 
     def _who_does_what(self) -> str:
-        return ", ".join(f"rank {rank.wire.rank} is {rank.state.value}" for rank in self._ranks)
+        return ", ".join(f"rank {rank.number} is {rank.state.value}" for rank in self._turns.values())
 
     def _deadlock(self) -> str:
         return (
@@ -538,9 +563,9 @@ class VirtualWorld:
         )
 
     def _stalled(self) -> str:
+        culprit = "nobody" if self._running is None else f"rank {self._running.number}"
         return (
-            f"rank {self._running} has run for {self._stall_s:g} s of real time without waiting on its wire, and the "
-            f"others with it.\n"
+            f"{culprit} has run for {self._stall_s:g} s of real time without waiting on its wire, and the others with it.\n"
             f"It hangs, its thread was not started, or it ended without wire.close(). Long computations: stall_s=..."
         )
 

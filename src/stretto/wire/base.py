@@ -10,7 +10,14 @@ A wire is driven by exactly one thread (the communication thread, or the caller 
 `consume(view)` gets the arrived bytes, valid only during the call, straight from the wire's own memory: the executor adds
 or copies them into a tensor with no buffer in between.
 
-`post`/`listen` carry small control messages (a few kilobytes at most): the state machines of the protocols above live on them.
+`post`/`listen` carry small control messages (a few kilobytes at most). `offer`/`serve` carry messages of any size that nobody
+posted a receive for, under credit, so that memory stays bounded against any peer: protocols live on them (`serving.py`).
+
+Members come and go. A *view* is the set of members, numbered by its generation. Whoever is above the wires agrees on views,
+numbers them, and calls `admit` and `retire` on every member. A rank that comes back is another peer: rank and generation
+together name one life of a worker. Every frame carries the generation in which its sender joined, and a receiver takes only
+what comes from the life that it has admitted. So what is under way while the view changes arrives, and nothing of a former
+life does.
 
 Errors. A peer's failure never raises out of `progress`: every handle that waits for that peer ends with
 `handle.error = PeerLost(rank)`, `wire.lost[rank]` says why, and `on_lost` callbacks are told. A message whose size or
@@ -27,6 +34,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stretto.errors import PeerLost, WireError
+from stretto.launching.membership import Peer
 
 
 class Tag(NamedTuple):
@@ -71,7 +79,9 @@ class Handle:
 
 Consume = Callable[[memoryview], None]
 Listener = Callable[[int, bytes], None]  # (source rank, body)
+OnMessage = Callable[[int, bytes, memoryview], None]  # (source rank, header, payload)
 LostListener = Callable[[PeerLost], None]
+ViewListener = Callable[[list[int], list[int], int], None]  # (ranks that joined, ranks that left, generation)
 
 
 class Wire(ABC):
@@ -80,7 +90,8 @@ class Wire(ABC):
     segment_bytes: int = 2 << 20  # the message length that suits this wire best, for tensors that have to be cut
     rank: int
     world_size: int
-    lost: dict[int, PeerLost]  # peers that are gone, with the reason; a rank never leaves this table
+    lost: dict[int, PeerLost]  # ranks that are gone, with the reason, until they are admitted again
+    generation: int  # of the view: the latest of the changes that were made, so the same on all members in the end
 
     @abstractmethod
     def send(self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None) -> Handle:
@@ -116,6 +127,50 @@ class Wire(ABC):
 
         One listener a topic; earlier arrivals are kept for it.
         """
+
+    @abstractmethod
+    def serve(self, channel: int, on_message: OnMessage, credit_bytes: int) -> None:
+        """Take the messages of a channel from any peer, without a posted receive.
+
+        `on_message(source, header, payload)` runs in `progress`; the payload is valid only during the call. Each peer may have at
+        most `credit_bytes` on their way or undelivered (a message costs its header, its payload and 64 bytes); a peer that sends
+        more is lost. Serving a channel again replaces the function.
+        """
+
+    @abstractmethod
+    def offer(
+        self, to: int, channel: int, header: bytes, payload: memoryview, on_done: Callable[[Handle], None] | None = None
+    ) -> Handle:
+        """Send a message to a channel that the peer serves, or will serve: it waits here until there is credit for it.
+
+        `payload` is read-only until the handle is done. Messages of one channel arrive in the order of their offers. One that
+        costs more than the whole credit ends with an error.
+        """
+
+    @property
+    @abstractmethod
+    def peers(self) -> list[int]:
+        """The other members of the view. A lost one stays in it until it is retired."""
+
+    @abstractmethod
+    def admit(self, peer: Peer) -> None:
+        """Let a new worker in, or a rank that comes back, which is another peer and has a later generation.
+
+        Returns at once. The newcomer connects by itself; `on_view` says when it is here, and `on_lost` if it does not come in
+        time. Until then it counts as lost. What its rank sent, and was sent, before is gone.
+        """
+
+    @abstractmethod
+    def retire(self, rank: int, generation: int) -> None:
+        """Take a member out of the view. One that is not lost is told goodbye, and counts as lost from now on."""
+
+    @abstractmethod
+    def on_view(self, listener: ViewListener) -> None:
+        """Call `listener(joined, left, generation)` when members have joined (from `progress`) or left (from `retire`)."""
+
+    def joined_in(self, rank: int) -> int:
+        """The generation in which the member that now has this rank joined."""
+        return 0
 
     @abstractmethod
     def on_lost(self, listener: LostListener) -> None:

@@ -10,10 +10,10 @@ answers all of them, so that a stranger costs one descriptor and a few hundred b
 
 Running out of descriptors is no reason to stop listening: the oldest goes, or the listener is left alone for a moment.
 
-When all workers are here nobody else has any business, and the port is closed. Where ZeroMQ listens (`take_over`) that is not
-possible: it closes a listener together with all connections that came in by it (libzmq 4.3.5). There the listening socket is
-moved instead to a network interface that does not exist, after which the kernel refuses connections, while those that
-there are stay as they were (`hide`).
+When all workers are here nobody else has any business, and the port is closed, unless others may be admitted later: then all of
+this goes on for as long as the job. Where ZeroMQ listens (`take_over`) a port cannot be closed: it closes a listener together
+with all connections that came in by it (libzmq 4.3.5). There the listening socket is moved instead to a network interface that
+does not exist, after which the kernel refuses connections, while those that there are stay as they were (`hide`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 from stretto.errors import ConfigurationError
 from stretto.launching.hosts import join_address
-from stretto.wire.handshake import Acceptor, Probe, Stranger
+from stretto.wire.handshake import Acceptor, Life, Probe, Stranger
 
 HANDSHAKE_S: Final = 5.0
 MAX_STRANGERS: Final = 64  # beyond one connection for each worker
@@ -57,18 +58,20 @@ class _Visitor:
 
 
 class Door:
-    """Listens at once. `arrived` gets (rank, connection) of every worker, once `open` has said what they must know."""
+    """Listens at once. `arrived` gets every worker with its connection, once `open` has said what they must know; `notify` is
+    called then, by the door's own thread."""
 
-    def __init__(self, rank: int, host: str, port: int, *, generation: int, limit: int) -> None:
-        self.arrived: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
-        self._rank = rank
-        self._generation = generation
+    def __init__(self, ours: Life, host: str, port: int, *, limit: int, notify: Callable[[], None] = lambda: None) -> None:
+        self.arrived: queue.SimpleQueue[tuple[Life, socket.socket]] = queue.SimpleQueue()
+        self._ours = ours
+        self._rank = ours.rank
+        self._notify = notify
         self._limit = limit
         self._key: bytes | None = None
         self._visitors: dict[int, _Visitor] = {}  # by descriptor, in the order in which they came
         self._turned_away = 0
         self._next_log = float("-inf")
-        self._listener = listen(rank, host, port)
+        self._listener = listen(ours.rank, host, port)
         self.address = join_address(*self._listener.getsockname()[:2])
         self._rests_until: float | None = None
         self._near, self._far = socket.socketpair()
@@ -167,7 +170,7 @@ class Door:
 
     def _admit(self, connection: socket.socket, address: object) -> None:
         connection.setblocking(False)
-        visitor = _Visitor(connection, address, Acceptor(self._generation, self._rank), time.monotonic())
+        visitor = _Visitor(connection, address, Acceptor(self._ours), time.monotonic())
         self._visitors[connection.fileno()] = visitor
         self._selector.register(connection, selectors.EVENT_READ)
         if len(self._visitors) > self._limit:
@@ -206,6 +209,7 @@ class Door:
             self._look_away_from(visitor)
             del self._visitors[visitor.connection.fileno()]
             self.arrived.put((acceptor.peer, visitor.connection))
+            self._notify()
 
     def _look_at(self, visitor: _Visitor) -> None:
         with contextlib.suppress(KeyError):  # it is looked at already

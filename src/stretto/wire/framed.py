@@ -1,7 +1,7 @@
-"""What the socket wires have in common: frames matched to receives, control messages, shared memory, lost peers.
+"""What the socket wires have in common: frames and their headers, shared memory, greetings and goodbyes.
 
-A transport below (`tcp.py`, `zeromq.py`) moves frames between two ranks, in order, and tells when a peer is gone. Here lives
-everything that does not depend on how: a frame that comes before its receive is parked; one that fits none is the peer's error.
+A transport below (`tcp.py`, `zeromq.py`) moves frames between two ranks, in order, and tells when a peer is gone. What frames
+carry is matched with receives in `mailbox.py`.
 """
 
 from __future__ import annotations
@@ -13,58 +13,50 @@ import struct
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
+from stretto.errors import ConfigurationError
 from stretto.launching.membership import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.awaited import Awaited
-from stretto.wire.base import Consume, DigestMismatch, Handle, Listener, LostListener, Tag, Wire
+from stretto.wire.base import Handle, Tag
 from stretto.wire.door import MAX_STRANGERS, Door
 from stretto.wire.frames import FrameKind, Header
+from stretto.wire.handshake import Life
+from stretto.wire.mailbox import MailboxWire, PostedReceive
 from stretto.wire.shared_memory import Allowance, Answer, Inbox, Offer, Outbox, folder
 
 SHARED_FROM_BYTES = 16 << 10
-MAX_UNHEARD = 10_000  # control messages kept for a listener that is still to come
 
 TOPIC_HELLO = 0
 TOPIC_OFFER = 1
 TOPIC_ANSWER = 2
 TOPIC_FAREWELL = 3
 
-NO_TAG = Tag(0, 0, 0)
 log = logging.getLogger("stretto.wire")
 
-Key = tuple[int, int, int, int]  # source, channel, sequence, index
 
+class ArrivedFrame(NamedTuple):
+    """A frame that carries a message, and its payload."""
 
-class Expected:
-    """A receive that has been asked for."""
+    header: Header
+    view: memoryview
 
-    __slots__ = ("consume", "digest", "dtype", "handle", "into", "num_bytes")
+    @property
+    def digest(self) -> int:
+        return self.header.digest
 
-    def __init__(
-        self, handle: Handle, num_bytes: int, dtype: int, digest: int, consume: Consume, into: memoryview | None
-    ) -> None:
-        self.handle = handle
-        self.num_bytes = num_bytes
-        self.dtype = dtype
-        self.digest = digest
-        self.consume = consume
-        self.into = into
+    @property
+    def dtype(self) -> int:
+        return self.header.dtype
 
-    def problem(self, header: Header) -> WireError | None:
-        if header.digest != self.digest:
-            return DigestMismatch(self.handle.peer)
-        if header.num_bytes != self.num_bytes:
-            return FrameError(self.handle.peer, f"{header.num_bytes} bytes where {self.num_bytes} are due")
-        if header.dtype != self.dtype:
-            names = frames.DTYPE_NAMES
-            return FrameError(self.handle.peer, f"{names[header.dtype]} where {names[self.dtype]} is due")
-        return None
+    @property
+    def num_bytes(self) -> int:
+        return self.header.num_bytes
 
 
 class Connection:
@@ -72,6 +64,7 @@ class Connection:
 
     def __init__(self, peer: Peer, mine: Peer, *, shared_memory: bool) -> None:
         self.rank = peer.rank
+        self.generation = peer.generation
         self.address = peer.address
         self.pid = peer.pid
         self.near = mine.sees(peer)  # on this host, and its pid means the same process to both
@@ -91,8 +84,10 @@ class Connection:
         return self.next_number
 
 
-class FramedWire(Wire):
+class FramedWire(MailboxWire[ArrivedFrame]):
     """See the module's text."""
+
+    _connections: Mapping[int, Connection]  # the transport's, by rank
 
     def __init__(
         self,
@@ -105,28 +100,20 @@ class FramedWire(Wire):
         timeouts: Timeouts | None,
         generation: int,
         shared_memory: bool,
+        accept_later: bool,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.lost: dict[int, PeerLost] = {}
+        super().__init__(rank, world_size, generation)
         self.timeouts = timeouts or Timeouts()
-        self._door = Door(rank, bind, port, generation=generation, limit=MAX_STRANGERS + world_size)
+        self._door = Door(Life(rank, generation), bind, port, limit=MAX_STRANGERS + world_size, notify=self.wake)
         self.address = self._door.address
         self._secret = secret
         self._allowance = Allowance()  # measured before any worker of this job has taken some
         self._awaited = Awaited(rank, self.timeouts.connect_s)
-        self._generation = generation
+        self._accept_later = accept_later
+        self._mine: Peer | None = None
+        self._admit_until: dict[int, float] = {}  # rank that was admitted -> when it must be here
         self._shared_memory = shared_memory
-        self._sent = 0
-        self._closed = False
         self._warned = False
-        self._expected: dict[Key, Expected] = {}
-        self._parked: dict[Key, tuple[Header, memoryview]] = {}
-        self._cancelled: deque[tuple[int, int]] = deque(maxlen=256)  # late messages of these are dropped
-        self._listeners: dict[int, Listener] = {}
-        self._unheard: dict[int, list[tuple[int, bytes]]] = {}
-        self._lost_listeners: list[LostListener] = []
-        self._left: set[int] = set()
         self._waiting_for_farewell: set[int] = set()
         self._unacked: set[int] = set()  # ranks to which acknowledgements are due
         self._near, self._far = socket.socketpair()
@@ -141,16 +128,11 @@ class FramedWire(Wire):
 
     @abstractmethod
     def connect(self, peers: Sequence[Peer], nonce: bytes) -> None:
-        """Connect to every peer and exchange greetings; returns when all have answered, and the port is closed then.
+        """Connect to every peer and exchange greetings; returns when all have answered. The port is closed then, unless others
+        may come later (`accept_later`). A worker that joins a running job calls it too, and waits until all have admitted it.
 
         `nonce` is the same for all workers of one job, and of no other: with the secret it gives the job's keys.
         """
-
-    @abstractmethod
-    def _connection(self, rank: int) -> Connection: ...
-
-    @abstractmethod
-    def _peers(self) -> list[int]: ...
 
     @abstractmethod
     def _send_frame(self, to: int, frame: bytes) -> None:
@@ -161,20 +143,21 @@ class FramedWire(Wire):
         """Queue a message whose payload is the caller's memory; finish the handle when that memory is free again."""
 
     @abstractmethod
+    def _orphans(self, rank: int) -> list[Handle]:
+        """Forget what is on its way to or from one peer; returns the handles."""
+
+    @abstractmethod
     def _drop(self, rank: int) -> None:
         """Close what belongs to one peer."""
+
+    @property
+    def peers(self) -> list[int]:
+        return [rank for rank in self._connections if rank not in self._admitted]
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
         return time.monotonic()
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._sent
-
-    def said_goodbye(self, rank: int) -> bool:
-        return rank in self._left
 
     def send(self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None) -> Handle:
         handle = Handle(to, tag, on_done)
@@ -186,7 +169,7 @@ class FramedWire(Wire):
             raise ConfigurationError(
                 f"a message of {num_bytes} bytes: one message carries at most {frames.MAX_PAYLOAD_BYTES}. Send it in pieces."
             )
-        connection = self._connection(to)
+        connection = self._connections[to]
         if num_bytes >= SHARED_FROM_BYTES:
             if connection.outbox_open and connection.outbox is not None and num_bytes <= connection.outbox.num_bytes:
                 connection.waiting.append((handle, data, dtype))
@@ -201,58 +184,26 @@ class FramedWire(Wire):
     def _head(self, kind: FrameKind, tag: Tag, dtype: int, num_bytes: int, number: int = 0, slot: int = 0) -> bytes:
         channel, sequence, index, digest = tag
         return frames.encode(
-            Header(kind, self._generation, self.rank, channel, sequence, index, digest, dtype, slot, number, num_bytes)
+            Header(kind, self._born, self.rank, channel, sequence, index, digest, dtype, slot, number, num_bytes)
         )
 
-    def recv(
-        self,
-        source: int,
-        tag: Tag,
-        num_bytes: int,
-        dtype: int,
-        consume: Consume,
-        on_done: Callable[[Handle], None] | None = None,
-        into: memoryview | None = None,
-    ) -> Handle:
-        handle = Handle(source, tag, on_done)
-        key = (source, tag.channel, tag.sequence, tag.index)
-        expected = Expected(handle, num_bytes, dtype, tag.digest, consume, into)
-        parked = self._parked.pop(key, None)
-        if parked is not None:
-            self._hand_over(expected, *parked)
-        elif source in self.lost:
-            handle.finish(self.lost[source])
-        else:
-            self._expected[key] = expected
-        return handle
-
     def post(self, to: int, topic: int, body: bytes) -> None:
-        if to in self.lost or self._closed:
-            return
         if len(body) > frames.MAX_POST_BYTES:
             raise ConfigurationError(f"a control message of {len(body)} bytes: the limit is {frames.MAX_POST_BYTES}.")
-        self._control(to, FrameKind.POST, body, topic)
+        self._post(to, topic, body)
+
+    def _post(self, to: int, topic: int, body: bytes) -> None:
+        if to not in self.lost and not self._closed:
+            self._control(to, FrameKind.POST, body, topic)
 
     def _control(self, to: int, kind: FrameKind, body: bytes = b"", topic: int = 0) -> None:
         self._sent += frames.HEADER_BYTES + len(body)
         self._send_frame(to, self._head(kind, Tag(topic, 0, 0), 0, len(body)) + body)
 
-    def listen(self, topic: int, listener: Listener) -> None:
-        self._listeners[topic] = listener
-        for source, body in self._unheard.pop(topic, ()):
-            self._tell(listener, source, body)
-
-    def on_lost(self, listener: LostListener) -> None:
-        self._lost_listeners.append(listener)
-
     def cancel(self, channel: int, sequence: int) -> None:
-        self._cancelled.append((channel, sequence))
-        for key in [key for key in self._expected if key[1] == channel and key[2] == sequence]:
-            del self._expected[key]
-        for key in [key for key in self._parked if key[1] == channel and key[2] == sequence]:
-            del self._parked[key]
-        for rank in self._peers():
-            connection = self._connection(rank)
+        super().cancel(channel, sequence)
+        for rank in self.peers:
+            connection = self._connections[rank]
             kept = (item for item in connection.waiting if item[0].tag[:2] != (channel, sequence))
             connection.waiting = deque(kept)
 
@@ -267,21 +218,21 @@ class FramedWire(Wire):
         header = frames.decode(head)
         if header.source != source:
             raise ValueError(f"it calls itself rank {header.source}")
-        if header.generation != self._generation:
-            raise ValueError(f"generation {header.generation}, this job is in {self._generation}")
+        if header.generation != (admitted := self._connections[source].generation):
+            raise ValueError(f"it says that it joined in generation {header.generation}, and was admitted in {admitted}")
         return header
 
     def _dispatch(self, source: int, header: Header, payload: memoryview) -> None:
         """A whole frame is here. `payload` is valid only during the call, unless the kind is INLINE or BULK (it may be kept)."""
         kind = header.kind
         if kind == FrameKind.INLINE or kind == FrameKind.BULK:
-            self._deliver(source, header, payload)
+            self._take_in(source, header, payload)
         elif kind == FrameKind.SHARED:
             self._deliver_shared(source, header)
         elif kind == FrameKind.POST:
             self._hear(source, header.channel, bytes(payload))
         elif kind == FrameKind.ACK:
-            connection = self._connection(source)
+            connection = self._connections[source]
             for (number,) in struct.iter_unpack("<I", payload):
                 self._acknowledged(connection, number)
             self._fill_slots(connection)
@@ -290,39 +241,14 @@ class FramedWire(Wire):
             self.post(source, TOPIC_FAREWELL, b"")
             self._lose(source, "it left the job (stretto.shutdown, or its program ended)")
 
-    def _deliver(self, source: int, header: Header, view: memoryview) -> None:
-        key = (source, header.channel, header.sequence, header.index)
-        expected = self._expected.pop(key, None)
-        if expected is not None:
-            self._hand_over(expected, header, view)
-        elif (header.channel, header.sequence) not in self._cancelled:
-            if key in self._parked:
-                self._lose(source, f"it sent a bad frame: a second message {key[1:]}")
-                return
-            self._parked[key] = (header, view)
+    def _take_in(self, source: int, header: Header, view: memoryview) -> None:
+        self._deliver((source, header.channel, header.sequence, header.index), ArrivedFrame(header, view))
 
-    def _hand_over(self, expected: Expected, header: Header, view: memoryview) -> None:
-        error = expected.problem(header)
+    def _hand_over(self, receive: PostedReceive, message: ArrivedFrame) -> None:
+        error = receive.problem(message.header)
         if error is None:
-            expected.consume(view)
-        expected.handle.finish(error)
-
-    def _hear(self, source: int, topic: int, body: bytes) -> None:
-        listener = self._listeners.get(topic)
-        if listener is not None:
-            self._tell(listener, source, body)
-        else:
-            unheard = self._unheard.setdefault(topic, [])
-            unheard.append((source, body))
-            if len(unheard) > MAX_UNHEARD:
-                self._lose(source, f"it sent a bad frame: control messages of topic {topic}, which nobody listens to")
-                unheard.clear()
-
-    def _tell(self, listener: Listener, source: int, body: bytes) -> None:
-        try:
-            listener(source, body)
-        except (UnicodeError, RecursionError) as problem:  # what decoding raises besides its own errors
-            self._lose(source, f"it sent a bad frame: a malformed control message ({problem})")
+            receive.consume(message.view)
+        receive.handle.finish(error)
 
     # -- shared memory ------------------------------------------------------------------------------------------------
 
@@ -341,7 +267,7 @@ class FramedWire(Wire):
             handle.finish()
 
     def _deliver_shared(self, source: int, header: Header) -> None:
-        connection = self._connection(source)
+        connection = self._connections[source]
         try:
             if connection.inbox is None:
                 raise ValueError("shared memory before it was agreed on")
@@ -351,7 +277,7 @@ class FramedWire(Wire):
             return
         if (source, header.channel, header.sequence, header.index) not in self._expected:
             view = memoryview(bytes(view))  # too early: make room, so that parked messages never block the slots
-        self._deliver(source, header, view)
+        self._take_in(source, header, view)
         self._owe_ack(connection, header.number)
 
     def _owe_ack(self, connection: Connection, number: int) -> None:
@@ -361,7 +287,7 @@ class FramedWire(Wire):
     def _flush_acks(self) -> None:
         while self._unacked:
             rank = self._unacked.pop()
-            connection = self._connection(rank)
+            connection = self._connections[rank]
             if rank not in self.lost:
                 body = struct.pack(f"<{len(connection.acks)}I", *connection.acks)
                 self._control(rank, FrameKind.ACK, body)
@@ -373,7 +299,7 @@ class FramedWire(Wire):
             connection.outbox.release(slot)
 
     def _on_hello(self, source: int, body: bytes) -> None:
-        connection = self._connection(source)
+        connection = self._connections[source]
         if connection.greeted:
             return  # twice: nothing new
         connection.greeted = True
@@ -400,7 +326,7 @@ class FramedWire(Wire):
 
     def _on_offer(self, source: int, body: bytes) -> None:
         problem = None
-        connection = self._connection(source)
+        connection = self._connections[source]
         try:
             if not self._shared_memory:
                 raise ValueError("switched off on this side")
@@ -412,7 +338,7 @@ class FramedWire(Wire):
         self.post(source, TOPIC_ANSWER, msgspec.msgpack.encode(Answer(problem)))
 
     def _on_answer(self, source: int, body: bytes) -> None:
-        connection = self._connection(source)
+        connection = self._connections[source]
         outbox = connection.outbox
         if outbox is None or connection.outbox_open:
             return
@@ -435,6 +361,42 @@ class FramedWire(Wire):
 
     # -- peers that come ----------------------------------------------------------------------------------------------
 
+    def _announce_services(self) -> None:
+        for rank in self.peers:
+            self._serving.greet(rank)
+
+    def _meet_everybody(self, peers: Sequence[Peer]) -> Peer:
+        """Note who is in the job; returns this worker's own entry."""
+        mine = self._mine = next(peer for peer in peers if peer.rank == self.rank)
+        self._lives = {peer.rank: peer.generation for peer in peers}
+        self._divide_shared_memory(peers, mine)
+        return mine
+
+    def admit(self, peer: Peer) -> None:
+        if not self._accept_later:
+            raise ConfigurationError(
+                f"admit(rank {peer.rank}) on rank {self.rank}: this wire closed its port when the job had formed, so nobody can "
+                f"connect any more.\nMake it with accept_later=True."
+            )
+        self._admit_until[peer.rank] = self.now() + self.timeouts.connect_s
+        super().admit(peer)
+
+    def _look_for_absentees(self) -> None:
+        for rank, until in list(self._admit_until.items()):
+            if rank not in self._admitted:
+                del self._admit_until[rank]
+            elif self.now() > until:
+                del self._admit_until[rank]
+                self._give_up_on(rank, f"it was admitted, and did not connect within {self.timeouts.connect_s:g} s")
+
+    def _part_from(self, rank: int) -> None:
+        self._control(rank, FrameKind.GOODBYE)
+        self._left.add(rank)  # so that our last word gets out
+
+    def _forget(self, rank: int) -> None:
+        self._unacked.discard(rank)
+        self._waiting_for_farewell.discard(rank)
+
     def _divide_shared_memory(self, peers: Sequence[Peer], mine: Peer) -> None:
         self._allowance.divide(sum(peer.host == mine.host for peer in peers))
         apart = [peer.rank for peer in peers if peer.host == mine.host and not mine.sees(peer)]
@@ -446,32 +408,19 @@ class FramedWire(Wire):
 
     # -- peers that go ------------------------------------------------------------------------------------------------
 
-    def _lose(self, rank: int, reason: str) -> None:
-        if rank in self.lost:
-            return
-        error = PeerLost(rank, reason)
-        self.lost[rank] = error
-        handles = self._orphans(rank)
-        self._drop(rank)
-        self._close_boxes(self._connection(rank))
-        for handle in handles:
-            handle.finish(error)
-        for listener in self._lost_listeners:
-            listener(error)
-
     def _raise_if_lost(self) -> None:
         """While the job is being formed. A peer that was here and has already left in order is no reason to fail."""
         for rank, error in self.lost.items():
             if rank not in self._left:
                 raise error
 
-    def _orphans(self, rank: int) -> list[Handle]:
-        """Every transfer that can no longer end by itself. Transports add theirs."""
-        connection = self._connection(rank)
-        handles = [handle for handle, _, _ in connection.waiting]
+    def _stop_sending(self, rank: int) -> list[Handle]:
+        connection = self._connections[rank]
+        handles = self._orphans(rank) + [handle for handle, _, _ in connection.waiting]
         connection.waiting.clear()
-        keys = [key for key in self._expected if key[0] == rank]
-        return handles + [self._expected.pop(key).handle for key in keys]
+        self._drop(rank)
+        self._close_boxes(connection)
+        return handles
 
     def _close_boxes(self, connection: Connection) -> None:
         for box in (connection.outbox, connection.inbox):
@@ -481,7 +430,7 @@ class FramedWire(Wire):
 
     def _say_goodbye(self) -> None:
         """Tell every peer, and wait until each has seen it: whatever was sent before has then arrived as well."""
-        self._waiting_for_farewell = {rank for rank in self._peers() if rank not in self.lost}
+        self._waiting_for_farewell = {rank for rank in self.peers if rank not in self.lost}
         self._flush_acks()
         for rank in list(self._waiting_for_farewell):
             self._control(rank, FrameKind.GOODBYE)

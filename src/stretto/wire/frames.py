@@ -4,7 +4,7 @@
          0     2  magic 0x5374 ("tS" little-endian)
          2     1  version
          3     1  kind                 (`FrameKind`)
-         4     4  generation           of the job's membership
+         4     4  generation           in which the source joined: which life of that rank it is
          8     4  source rank
         12     4  channel   \\
         16     4  sequence   } tag; for a control message `channel` is its topic

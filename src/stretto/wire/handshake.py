@@ -1,6 +1,6 @@
 """Two workers meet on a plain TCP connection and prove to each other that they know the job's secret.
 
-    connector -> acceptor    magic, generation, its rank, the rank it wants, nonce c (16 random bytes)
+    connector -> acceptor    magic, its rank and generation, the rank and generation it wants, nonce c (16 random bytes)
     acceptor  -> connector   nonce a (16 random bytes), HMAC(key, "acceptor" | hello | a)
     connector -> acceptor    HMAC(key, "connector" | hello | a)
 
@@ -18,12 +18,13 @@ import secrets
 import socket
 import struct
 import time
+from typing import NamedTuple
 
 from stretto.errors import SecretError
 from stretto.launching.secret import derive
 
-HELLO = struct.Struct("<8sIII16s")
-MAGIC = b"stretto1"
+HELLO = struct.Struct("<8sIIII16s")
+MAGIC = b"stretto2"
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 MIN_WAIT_S = 0.001  # a timeout of 0 would mean not to wait at all, with another error
@@ -41,17 +42,24 @@ def handshake_key(secret: bytes) -> bytes:
     return derive(secret, "wire-tcp")
 
 
-def introduce_ourselves(connection: socket.socket, key: bytes, generation: int, rank: int, to: int) -> None:
+class Life(NamedTuple):
+    """One life of a worker: a rank that comes back has a later generation."""
+
+    rank: int
+    generation: int
+
+
+def introduce_ourselves(connection: socket.socket, key: bytes, ours: Life, to: Life) -> None:
     """The connector's side, which is over within the socket's timeout. Raises SecretError when the other side's proof is wrong,
     OSError when it hangs up or does not answer in time: it may be crowded by strangers, or not know the key yet. Then it is
     worth trying again."""
-    hello = HELLO.pack(MAGIC, generation, rank, to, secrets.token_bytes(NONCE_BYTES))
+    hello = HELLO.pack(MAGIC, *ours, *to, secrets.token_bytes(NONCE_BYTES))
     connection.sendall(hello)
     answer = receive_exactly(connection, NONCE_BYTES + PROOF_BYTES)
     nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(key, b"acceptor", hello, nonce)):
         raise SecretError(
-            f"what answers for rank {to} does not know this job's secret (or belongs to another job).\n"
+            f"what answers for rank {to.rank} does not know this job's secret (or belongs to another job).\n"
             f"Give every node the same --secret-file, and start all of them for the same job."
         )
     connection.sendall(_proof(key, b"connector", hello, nonce))
@@ -85,13 +93,12 @@ class Acceptor:
     the handshake is over. The key may come later than the greeting: until then there is no answer.
     """
 
-    def __init__(self, generation: int, rank: int) -> None:
-        self.peer: int | None = None
-        self._generation = generation
-        self._rank = rank
+    def __init__(self, ours: Life) -> None:
+        self.peer: Life | None = None
+        self._ours = ours
         self._received = bytearray()
         self._hello = b""
-        self._their_rank = -1
+        self._theirs = Life(-1, 0)
         self._nonce = b""
 
     @property
@@ -109,8 +116,9 @@ class Acceptor:
             self._greeted(bytes(self._received))
 
     def _greeted(self, hello: bytes) -> None:
-        magic, generation, self._their_rank, wanted, _ = HELLO.unpack(hello)
-        if magic != MAGIC or generation != self._generation or wanted != self._rank:
+        magic, rank, generation, wanted_rank, wanted_generation, _ = HELLO.unpack(hello)
+        self._theirs = Life(rank, generation)
+        if magic != MAGIC or (wanted_rank, wanted_generation) != self._ours:
             raise Stranger("not a worker of this job")
         self._hello = hello
 
@@ -124,7 +132,7 @@ class Acceptor:
             return self._nonce + _proof(key, b"acceptor", self._hello, self._nonce)
         if not hmac.compare_digest(received, _proof(key, b"connector", self._hello, self._nonce)):
             raise Stranger("it does not know the job's secret")
-        self.peer = self._their_rank
+        self.peer = self._theirs
         return b""
 
 

@@ -11,7 +11,9 @@ not trust their network.
             reused buffer and added from there (add)
 
 The lower rank accepts, the higher connects; both prove that they know the job's secret (`handshake.py`, `door.py`). Then the port
-is closed. A goodbye travels on the same connection before its end, so an end without one is a loss, at once.
+is closed, or stays open for workers that are admitted later (`accept_later`): a newcomer connects to all that were there before
+it, and waits at the door until it is admitted. A goodbye travels on the same connection before its end, so an end without one
+is a loss, at once.
 
 Silence. Heartbeats are frames sent when there is nothing else to say. A peer from which nothing has come for `silence_s` is
 lost, unless it can be seen to be alive: heartbeats are sent by Python, and a worker that holds the interpreter lock for long is
@@ -39,10 +41,11 @@ from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.awaited import TRY_EVERY_S
 from stretto.wire.base import Handle
-from stretto.wire.door import HANDSHAKE_S, can_hide
-from stretto.wire.framed import TOPIC_HELLO, Connection, Expected, FramedWire, log
+from stretto.wire.door import HANDSHAKE_S, MAX_STRANGERS, can_hide
+from stretto.wire.framed import TOPIC_HELLO, Connection, FramedWire, log
 from stretto.wire.frames import FrameKind, Header
-from stretto.wire.handshake import handshake_key, introduce_ourselves
+from stretto.wire.handshake import Life, handshake_key, introduce_ourselves
+from stretto.wire.mailbox import PostedReceive
 from stretto.wire.pulse import Acquaintance, Pulse
 from stretto.wire.tcp_writer import Writer
 
@@ -85,7 +88,7 @@ class Stream(Connection):
         self.ahead = memoryview(bytearray(READ_AHEAD_BYTES))
         self.begin = self.end = 0
         self.header: Header | None = None
-        self.expected: Expected | None = None  # the receive that the payload being read is for
+        self.expected: PostedReceive | None = None  # the receive that the payload being read is for
         self.target = memoryview(b"")
         self.filled = 0
         self.staging = memoryview(bytearray(0))
@@ -123,11 +126,12 @@ class TcpWire(FramedWire):
         timeouts: Timeouts | None = None,
         generation: int = 0,
         shared_memory: bool = True,
+        accept_later: bool = False,
         write_in_thread: bool = False,
     ) -> None:
         super().__init__(
             rank, world_size, secret=secret, bind=bind, port=port, timeouts=timeouts, generation=generation,
-            shared_memory=shared_memory,
+            shared_memory=shared_memory, accept_later=accept_later,
         )  # fmt: skip
         self._writer = Writer(self.wake) if write_in_thread else None
         self._pulse: Pulse | None = None
@@ -135,6 +139,7 @@ class TcpWire(FramedWire):
         self._by_descriptor: dict[int, Stream] = {}
         self._poller = select.poll()
         self._poller.register(self._far.fileno(), select.POLLIN)
+        self._newcomers: dict[Life, socket.socket] = {}  # who has proved to know the secret, and waits to be admitted
         self._unfinished: set[int] = set()  # ranks with bytes read ahead that wait for another turn
         self._looked_at = self.now()
         # A forked child (a DataLoader's worker) would keep the connections open after this process has died: nobody would notice.
@@ -144,19 +149,20 @@ class TcpWire(FramedWire):
     # -- making connections -------------------------------------------------------------------------------------------
 
     def connect(self, peers: Sequence[Peer], nonce: bytes) -> None:
-        mine = next(peer for peer in peers if peer.rank == self.rank)
+        mine = self._meet_everybody(peers)
         secret = job_secret(self._secret, nonce)
         deadline = self.now() + self.timeouts.connect_s
-        self._divide_shared_memory(peers, mine)
         self._door.open(handshake_key(secret))
         try:
             for peer in peers:
-                if peer.rank < self.rank:
+                if _seniority(peer) < _seniority(mine):
                     self._adopt(peer, mine, self._dial(peer, handshake_key(secret), deadline))
-            self._await_higher_ranks(peers, mine, deadline)
+            self._await_juniors(peers, mine, deadline)
             self._greet(peers, mine, secret, deadline)
         finally:
-            self._door.close()
+            if not self._accept_later:
+                self._door.close()
+        self._announce_services()
 
     def _dial(self, peer: Peer, key: bytes, deadline: float) -> socket.socket:
         while True:
@@ -164,7 +170,7 @@ class TcpWire(FramedWire):
                 patience_s = min(HANDSHAKE_S, max(RETRY_S, deadline - self.now()))
                 connection = socket.create_connection(split_address(peer.address), timeout=patience_s)
                 try:
-                    introduce_ourselves(connection, key, self._generation, self.rank, peer.rank)
+                    introduce_ourselves(connection, key, Life(self.rank, self._born), Life(peer.rank, peer.generation))
                     return connection
                 except (OSError, SecretError):
                     connection.close()
@@ -176,20 +182,20 @@ class TcpWire(FramedWire):
                     raise self._awaited.unreachable([peer], str(error)) from error
                 threading.Event().wait(RETRY_S)  # strangers crowd its port, or a route is just coming up
 
-    def _await_higher_ranks(self, peers: Sequence[Peer], mine: Peer, deadline: float) -> None:
-        missing = {peer.rank: peer for peer in peers if peer.rank > self.rank}
+    def _await_juniors(self, peers: Sequence[Peer], mine: Peer, deadline: float) -> None:
+        missing = {Life(peer.rank, peer.generation): peer for peer in peers if _seniority(peer) > _seniority(mine)}
         while missing:
             try:
-                rank, connection = self._door.arrived.get(timeout=TRY_EVERY_S)
+                life, connection = self._door.arrived.get(timeout=TRY_EVERY_S)
             except queue.Empty:
                 self._awaited.try_one(list(missing.values()), self.now())
                 if self.now() > deadline:
                     raise self._awaited.unreachable(list(missing.values()), "it did not connect") from None
                 continue
-            if rank in missing:
-                self._adopt(missing.pop(rank), mine, connection)
+            if life in missing:
+                self._adopt(missing.pop(life), mine, connection)
             else:
-                connection.close()
+                self._let_wait(life, connection)
 
     def _adopt(self, peer: Peer, mine: Peer, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -216,13 +222,36 @@ class TcpWire(FramedWire):
             known = [self._connections[rank] for rank in far if rank not in self.lost and self._connections[rank].greeting]
             self._pulse.meet({each.rank: Acquaintance(each.address, each.greeting) for each in known}, deadline)
 
+    # -- newcomers ----------------------------------------------------------------------------------------------------
+
+    def _let_wait(self, life: Life, connection: socket.socket) -> None:
+        """A worker of this job that nobody has admitted yet, or one of another life, whom nobody ever will."""
+        before = self._newcomers.pop(life, None)
+        self._newcomers[life] = connection
+        if before is None and len(self._newcomers) > MAX_STRANGERS:
+            before = self._newcomers.pop(next(iter(self._newcomers)))
+        if before is not None:
+            before.close()
+
+    def _look_at_the_door(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._let_wait(*self._door.arrived.get_nowait())
+        for peer in list(self._admitted.values()):
+            self._begin_admission(peer)
+
+    def _begin_admission(self, peer: Peer) -> None:
+        connection = self._newcomers.pop(Life(peer.rank, peer.generation), None)
+        if connection is not None and self._mine is not None:
+            self._adopt(peer, self._mine, connection)
+            self._joined(peer.rank)
+            self.post(peer.rank, TOPIC_HELLO, b"")  # without a pulse: its silence alone decides
+
+    def _forget(self, rank: int) -> None:
+        super()._forget(rank)
+        self._connections.pop(rank, None)
+
     # -- what every framed wire needs from its transport --------------------------------------------------------------
-
-    def _connection(self, rank: int) -> Stream:
-        return self._connections[rank]
-
-    def _peers(self) -> list[int]:
-        return list(self._connections)
 
     def _send_frame(self, to: int, frame: bytes) -> None:
         self._enqueue(self._connections[to], [_Outgoing(memoryview(frame), None)])
@@ -251,7 +280,7 @@ class TcpWire(FramedWire):
         if connection.expected is not None:
             handles.append(connection.expected.handle)
             connection.expected = None
-        return handles + super()._orphans(rank)
+        return handles
 
     def _drop(self, rank: int) -> None:
         connection = self._connections[rank]
@@ -309,6 +338,7 @@ class TcpWire(FramedWire):
             if descriptor == wake:
                 with contextlib.suppress(BlockingIOError):
                     self._far.recv(4096)
+                self._look_at_the_door()
                 continue
             connection = self._by_descriptor.get(descriptor)
             if connection is not None and event & ~select.POLLOUT:
@@ -346,12 +376,13 @@ class TcpWire(FramedWire):
 
     def _hear_from_writer(self, writer: Writer) -> None:
         while writer.written:
-            handle = writer.written.popleft()
-            self._connections[handle.peer].spoke_at = self.now()
+            connection, handle = writer.written.popleft()
+            connection.spoke_at = self.now()
             handle.finish()
         while writer.broken:
-            rank, problem = writer.broken.popleft()
-            self._lose(rank, f"its connection broke: {problem} (its process ended or was killed)")
+            connection, problem = writer.broken.popleft()
+            if not connection.closed:
+                self._lose(connection.rank, f"its connection broke: {problem} (its process ended or was killed)")
 
     def _read(self, connection: Stream) -> None:
         try:
@@ -413,8 +444,8 @@ class TcpWire(FramedWire):
         header = frames.decode_stream(head)
         if header.source != connection.rank:
             raise ValueError(f"it calls itself rank {header.source}")
-        if header.generation != self._generation:
-            raise ValueError(f"generation {header.generation}, this job is in {self._generation}")
+        if header.generation != (admitted := connection.generation):
+            raise ValueError(f"it says that it joined in generation {header.generation}, and was admitted in {admitted}")
         if header.kind == FrameKind.BULK:
             raise ValueError("a payload in a part of its own, where there are no parts")
         connection.header = header
@@ -429,6 +460,7 @@ class TcpWire(FramedWire):
         key = (connection.rank, header.channel, header.sequence, header.index)
         expected = self._expected.get(key)
         if expected is None:
+            self._check_room(connection.rank, header.num_bytes)
             return memoryview(bytearray(header.num_bytes))  # to be parked
         if expected.problem(header) is None:
             connection.expected = self._expected.pop(key)
@@ -455,7 +487,7 @@ class TcpWire(FramedWire):
                 expected.consume(target)
             expected.handle.finish()
         elif header.kind == FrameKind.INLINE:
-            self._deliver(connection.rank, header, self._private(connection, target))
+            self._take_in(connection.rank, header, self._private(connection, target))
         elif header.kind != FrameKind.HEARTBEAT:
             self._dispatch(connection.rank, header, target)
 
@@ -471,6 +503,7 @@ class TcpWire(FramedWire):
         if since < silence_s / LOOKS:
             return
         self._looked_at = now
+        self._look_for_absentees()
         for connection in list(self._by_descriptor.values()):
             # While this process was stopped, or its communication thread got no turn, nobody listened. Peers may have been
             # stopped at the same time (Ctrl-Z stops a whole job), so such a pause counts for no more than one heartbeat.
@@ -523,6 +556,8 @@ class TcpWire(FramedWire):
                 self._drop(rank)
                 self._close_boxes(self._connections[rank])
         self._door.close()
+        for newcomer in self._newcomers.values():
+            newcomer.close()
         if self._pulse is not None:
             self._pulse.close()
         if self._writer is not None:
@@ -531,12 +566,17 @@ class TcpWire(FramedWire):
         self._far.close()
 
 
+def _seniority(peer: Peer) -> tuple[int, int]:
+    """Of two workers the junior connects: the one that joined later, or of the same generation the one of the higher rank."""
+    return peer.generation, peer.rank
+
+
 def _close_in_child(reference: weakref.ref[TcpWire]) -> None:
     wire = reference()
     if wire is not None and not wire._closed:
         wire._door.close_in_child()
-        for connection in wire._by_descriptor.values():
-            connection.socket.close()
+        for held in (*wire._newcomers.values(), *(connection.socket for connection in wire._by_descriptor.values())):
+            held.close()
 
 
 def _is_running(pid: int) -> bool:

@@ -28,8 +28,8 @@ class Writer:
     """Writes what is queued on the connections handed to it; reports back through `written` and `broken`, then calls `notify`."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
-        self.written: deque[Handle] = deque()
-        self.broken: deque[tuple[int, str]] = deque()
+        self.written: deque[tuple[Stream, Handle]] = deque()
+        self.broken: deque[tuple[Stream, str]] = deque()
         self._notify = notify
         self._incoming: deque[Stream] = deque()
         self._near, self._far = socket.socketpair()
@@ -84,9 +84,9 @@ class Writer:
                     return False
                 except OSError as error:
                     connection.handed_over = False
-                    self.broken.append((connection.rank, error.strerror or str(error)))
+                    self.broken.append((connection, error.strerror or str(error)))
                     self._notify()
                     return True
             if finished:
-                self.written.extend(finished)
+                self.written.extend((connection, handle) for handle in finished)
                 self._notify()

@@ -1,4 +1,4 @@
-"""The torch backend's own collectives: blocking calls for the thread that drives the wire, which goes on moving everything else.
+"""The torch backend's own all-reduce: a blocking call for the thread that drives the wire, which goes on moving everything else.
 
 All ranks agree on a description first (`agreement.py`), so different sizes, dtypes or operations are a `RankMismatch` on every
 rank; left to itself gloo would end the process. Then the backend runs, while the loop looks after heartbeats: a rank that is
@@ -16,7 +16,6 @@ from typing import Final, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
 
 from stretto.errors import ConfigurationError, StrettoError, WireError
 from stretto.wire.agreement import Agreement
@@ -34,7 +33,6 @@ REDUCE_OPS: Final = {
 }
 GLOO_LACKS: Final = (torch.int16,)
 
-Issue = Callable[[torch.Tensor, timedelta], dist.Work]
 GivenUp = Callable[[], StrettoError | None]
 
 
@@ -62,54 +60,24 @@ class NativeCollectives:
         CUDA: it runs in the order of `stream`, by default the device's default stream. Give the one that wrote the tensor.
         `label` is compared between ranks; `given_up` says why not all ranks will come, once somebody knows that.
         """
-
-        def issue(flat: torch.Tensor, limit: timedelta) -> dist.Work:
-            options = dist.AllreduceOptions()
-            options.reduceOp = REDUCE_OPS[op]  # type: ignore[assignment]
-            options.timeout = limit
-            return self._works.group.allreduce([flat], options)
-
-        what = self._describe("all_reduce", tensor, f"op={op}") + label
-        self._run_native(what, tensor, issue, self._objection(tensor, op), sequence, timeout_s, stream, given_up)
-
-    def broadcast(
-        self, tensor: torch.Tensor, root: int, sequence: int, timeout_s: float, stream: torch.cuda.Stream | None = None
-    ) -> None:
-        """Broadcast in place by the backend; the rest as in `all_reduce`."""
-
-        def issue(flat: torch.Tensor, limit: timedelta) -> dist.Work:
-            options = dist.BroadcastOptions()
-            options.rootRank = root
-            options.timeout = limit
-            return self._works.group.broadcast([flat], options)
-
-        what = self._describe("broadcast", tensor, f"root={root}")
-        self._run_native(what, tensor, issue, self._objection(tensor), sequence, timeout_s, stream)
-
-    def all_gather(
-        self, tensor: torch.Tensor, sequence: int, timeout_s: float, stream: torch.cuda.Stream | None = None
-    ) -> torch.Tensor:
-        """Everybody's tensor, stacked in the order of ranks; the rest as in `all_reduce`."""
-        gathered = torch.empty((self._wire.world_size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-
-        def issue(flat: torch.Tensor, limit: timedelta) -> dist.Work:
-            options = AllgatherOptions()
-            options.timeout = limit
-            return self._works.group.allgather([list(gathered.unbind(0))], [flat], options)
-
-        what = self._describe("all_gather", tensor)
-        self._run_native(what, tensor, issue, self._objection(tensor), sequence, timeout_s, stream)
-        return gathered
-
-    def _describe(self, kind: str, tensor: torch.Tensor, detail: str = "") -> str:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return ", ".join(
-            part
-            for part in (f"{kind}({dtype}[{tensor.numel()}]", detail, "algorithm=native", f"world_size={self._wire.world_size})")
-            if part
-        )
+        size = self._wire.world_size
+        what = f"all_reduce({dtype}[{tensor.numel()}], op={op}, algorithm=native, world_size={size}){label}"
+        objection = self._objection(tensor, op)
+        if objection is not None:
+            self._agreement.fail(sequence, objection)
+            raise objection
+        deadline = self._wire.now() + timeout_s
+        self._agreement.reach(sequence, what, timeout_s, given_up)
+        if not tensor.numel():
+            return
+        if tensor.device.type == "cuda":
+            with torch.cuda.stream(stream or torch.cuda.default_stream(tensor.device)):
+                self._carry_out(what, tensor.detach(), op, deadline)
+        else:
+            self._carry_out(what, tensor.detach(), op, deadline)
 
-    def _objection(self, tensor: torch.Tensor, op: str = "sum") -> StrettoError | None:
+    def _objection(self, tensor: torch.Tensor, op: str) -> StrettoError | None:
         """Why the backend cannot do it, found before anything is sent."""
         if self._wire.lost:
             return next(iter(self._wire.lost.values()))
@@ -134,36 +102,14 @@ class NativeCollectives:
             )
         return None
 
-    def _run_native(
-        self,
-        what: str,
-        tensor: torch.Tensor,
-        issue: Issue,
-        objection: StrettoError | None,
-        sequence: int,
-        timeout_s: float,
-        stream: torch.cuda.Stream | None,
-        given_up: GivenUp = lambda: None,
-    ) -> None:
-        if objection is not None:
-            self._agreement.fail(sequence, objection)
-            raise objection
-        deadline = self._wire.now() + timeout_s
-        self._agreement.reach(sequence, what, timeout_s, given_up)
-        if not tensor.numel():
-            return
-        # The backend's own limit comes after ours, so that it is we who say what happened.
-        limit = timedelta(seconds=max(0.0, deadline - self._wire.now()) + GRACE_S)
-        if tensor.device.type == "cuda":
-            with torch.cuda.stream(stream or torch.cuda.default_stream(tensor.device)):
-                self._carry_out(what, tensor.detach(), issue, limit, deadline)
-        else:
-            self._carry_out(what, tensor.detach(), issue, limit, deadline)
-
-    def _carry_out(self, what: str, tensor: torch.Tensor, issue: Issue, limit: timedelta, deadline: float) -> None:
+    def _carry_out(self, what: str, tensor: torch.Tensor, op: str, deadline: float) -> None:
         flat = tensor.contiguous()
+        options = dist.AllreduceOptions()
+        options.reduceOp = REDUCE_OPS[op]  # type: ignore[assignment]
+        # The backend's own limit comes after ours, so that it is we who say what happened.
+        options.timeout = timedelta(seconds=max(0.0, deadline - self._wire.now()) + GRACE_S)
         try:
-            work = issue(flat, limit)
+            work = self._works.group.allreduce([flat], options)
         except RuntimeError as error:
             self._blame(what, str(error))
         if self._works.backend == "gloo":

@@ -1,9 +1,9 @@
 """A process group as operations that can be waited for from an event loop, and ended.
 
-gloo cannot poll a point-to-point operation, nor cancel one, and a timed wait that expires closes every connection of the
-group. So one thread waits for operations in the order in which they were given, and `collect` hands the outcomes to the loop.
-What will never end is ended by that same expiring wait, used on purpose (`end_all`): it frees the waiting thread within
-milliseconds, and leaves the group dead on this rank. (NCCL can be polled, and has an `abort` of its own.)
+gloo cannot cancel an operation, and a timed wait that expires closes every connection of the group. So one thread waits for
+operations in the order in which they were given, and `collect` hands the outcomes to the loop. What will never end is ended by
+that same expiring wait, used on purpose (`end_all`): it frees the waiting thread within milliseconds, and leaves the group
+dead on this rank. (NCCL can be polled, and has an `abort` of its own.)
 
 Operations that were given up stay referenced: gloo must not see their memory freed. A group that broke stays broken.
 """
@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 STOP_S: Final = 2.0
-LAST_NUMBER: Final = (1 << 31) - 2  # of a payload: gloo's tag of it
-POISON_NUMBER: Final = LAST_NUMBER + 1
+POISON_NUMBER: Final = (1 << 31) - 1
 
 log = logging.getLogger("stretto.wire")
 
@@ -34,11 +33,8 @@ class Group(Protocol):
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
-    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> dist.Work: ...
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> dist.Work: ...
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work: ...
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work: ...
-    def allgather(self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any) -> dist.Work: ...
     def abort(self) -> None: ...
 
 
@@ -56,6 +52,7 @@ class GroupWorks:
         self._wake = wake
         self._limit = timedelta(seconds=limit_s)
         self._kept: list[object] = []
+        self._num_watched = 0
         self._finished: deque[tuple[OnWork, str | None]] = deque()
         self._given: queue.SimpleQueue[tuple[dist.Work, OnWork] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"stretto-torch-group-{self.rank}", daemon=True)
@@ -63,6 +60,7 @@ class GroupWorks:
 
     def watch(self, work: dist.Work, on_work: OnWork) -> None:
         """Have `on_work` called from `collect` once the operation has ended."""
+        self._num_watched += 1
         self._given.put((work, on_work))
 
     def collect(self) -> bool:
@@ -70,6 +68,7 @@ class GroupWorks:
         something = bool(self._finished)
         while self._finished:
             on_work, problem = self._finished.popleft()
+            self._num_watched -= 1
             on_work(problem)
         return something
 
@@ -109,6 +108,8 @@ class GroupWorks:
 
     def stop(self) -> None:
         """End the thread, and the group if torch.distributed knows it; another's maker ends it."""
+        if self._num_watched:
+            self.end_all()
         self._given.put(None)
         self._thread.join(STOP_S)
         if self._thread.is_alive():

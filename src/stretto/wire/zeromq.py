@@ -19,7 +19,8 @@ all are connected, a fraction of a second as a rule; after that nobody can conne
 which nothing has come yet is bounded (`doorstep.py`), and so is the part of a message that each of them may announce and send.
 ZeroMQ has one limit for the parts of strangers and of peers, so the product of the two is what strangers can cost: it is
 `STRANGERS_BYTES` whatever the world size, and parts get shorter as the world grows. A peer whose connection was one too many
-connects again while the job is still connecting.
+connects again while the job is still connecting. With `accept_later` the port stays open, within the same bounds, for workers
+that are admitted later; a newcomer's greetings are not heard before it is, and are repeated when we greet it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from stretto.wire.base import Handle
 from stretto.wire.door import HANDSHAKE_S, MAX_STRANGERS, hide
 from stretto.wire.framed import TOPIC_HELLO, Connection, FramedWire
 from stretto.wire.frames import FrameKind
-from stretto.wire.zeromq_watch import EVENTS, LISTENER, LISTENER_EVENTS, Event, Seen, Watcher
+from stretto.wire.zeromq_watch import EVENTS, LISTENER, LISTENER_EVENTS, ConnectionEvent, Seen, Watcher
 
 INLINE_BYTES = 32 << 10  # header and payload in one part
 COPIED_BYTES = 128 << 10  # below this a copy is cheaper than tracking when the memory is free again
@@ -59,13 +60,14 @@ BEATS = 20  # heartbeats within `silence_s`
 STRANGERS_LATER = 8  # connections that a running job bears with, where the kernel does not let us hide its port
 DRAIN_AT_ONCE = 32
 WELCOME = b"welcome"  # in a greeting: yours has been read
-IDENTITY = struct.Struct("<I8s")
+IDENTITY = struct.Struct("<II8s")  # rank, generation, and something random
 
 
 class _Connection(Connection):
     def __init__(self, peer: Peer, mine: Peer, dealer: zmq.Socket[bytes], *, shared_memory: bool) -> None:
         super().__init__(peer, mine, shared_memory=shared_memory)
         self.dealer = dealer
+        self.number_watched = 0  # under which the watcher reports what it sees of this connection
         self.connected = False
         self.welcome = False  # it has read our greeting, so strangers cannot push our connection off its doorstep any more
         self.told = False  # that it is welcome here, on this connection
@@ -96,13 +98,17 @@ class ZeroMQWire(FramedWire):
         timeouts: Timeouts | None = None,
         generation: int = 0,
         shared_memory: bool = True,
+        accept_later: bool = False,
     ) -> None:
         super().__init__(
             rank, world_size, secret=secret, bind=bind, port=port, timeouts=timeouts, generation=generation,
-            shared_memory=shared_memory,
+            shared_memory=shared_memory, accept_later=accept_later,
         )  # fmt: skip
-        self._identity = IDENTITY.pack(rank, secrets.token_bytes(8))
+        self._identity = IDENTITY.pack(rank, generation, secrets.token_bytes(8))
+        self._job_secret = b""
         self._connections: dict[int, _Connection] = {}
+        self._watched: dict[int, _Connection] = {}  # by their number
+        self._num_watched = 0
         self._sources: dict[bytes, int] = {}
         self._incoming: dict[int, int] = {}  # number of a connection that we accepted -> the rank that made it
         self._suspects: dict[int, float] = {}  # rank -> when its silence becomes a loss
@@ -124,14 +130,13 @@ class ZeroMQWire(FramedWire):
     # -- making connections -------------------------------------------------------------------------------------------
 
     def connect(self, peers: Sequence[Peer], nonce: bytes) -> None:
-        mine = next(peer for peer in peers if peer.rank == self.rank)
-        secret = job_secret(self._secret, nonce)
+        mine = self._meet_everybody(peers)
+        self._job_secret = job_secret(self._secret, nonce)
         deadline = self.now() + self.timeouts.connect_s
-        self._divide_shared_memory(peers, mine)
-        listener = self._listen(secret)
+        listener = self._listen(self._job_secret)
         for peer in peers:
             if peer.rank != self.rank:
-                self._connect_one(peer, mine, secret)
+                self._connect_one(peer, mine)
         while not all(connection.complete for connection in self._connections.values()):
             self._raise_if_lost()
             # A peer hides its port when it has our connection, so only those may be tried that we are not connected to.
@@ -141,9 +146,10 @@ class ZeroMQWire(FramedWire):
                 raise self._give_up_some(peers)
             self.progress(0.2)
         self._forming = False
-        if not hide(listener):
+        if not self._accept_later and not hide(listener):
             self._doorstep.limit = STRANGERS_LATER
         listener.close()
+        self._announce_services()
 
     def _listen(self, secret: bytes) -> socket.socket:
         """Let ZeroMQ accept at the port that the door has kept so far. Returns the listening socket."""
@@ -171,7 +177,7 @@ class ZeroMQWire(FramedWire):
         zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms + beat_ms)
         zmq_socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
 
-    def _connect_one(self, peer: Peer, mine: Peer, secret: bytes) -> None:
+    def _connect_one(self, peer: Peer, mine: Peer) -> None:
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.ROUTING_ID, self._identity)
         dealer.setsockopt(zmq.SNDHWM, 0)
@@ -181,10 +187,12 @@ class ZeroMQWire(FramedWire):
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(self.timeouts.connect_s * 1000))
         self._set_times(dealer)
-        secure_client(dealer, secret)
-        monitor = open_monitor(dealer, EVENTS)
-        self._connections[peer.rank] = _Connection(peer, mine, dealer, shared_memory=self._shared_memory)
-        self._watcher.add(peer.rank, monitor)
+        secure_client(dealer, self._job_secret)
+        connection = _Connection(peer, mine, dealer, shared_memory=self._shared_memory)
+        self._num_watched += 1
+        connection.number_watched = self._num_watched
+        self._connections[peer.rank] = self._watched[self._num_watched] = connection
+        self._watcher.add(self._num_watched, open_monitor(dealer, EVENTS))
         dealer.connect(f"tcp://{join_address(*split_address(peer.address))}")
 
     def _give_up_some(self, peers: Sequence[Peer]) -> UnreachableError:
@@ -199,15 +207,26 @@ class ZeroMQWire(FramedWire):
         connection.welcome = connection.welcome or body == WELCOME
         if connection.connected and not connection.told:
             connection.told = True
-            self.post(source, TOPIC_HELLO, WELCOME)
+            self._say_hello(source, WELCOME)
+        if source in self._admitted and connection.complete:
+            self._joined(source)
+
+    def _say_hello(self, to: int, words: bytes) -> None:
+        self._control(to, FrameKind.POST, words, TOPIC_HELLO)
+
+    def _begin_admission(self, peer: Peer) -> None:
+        if self._mine is not None:
+            self._connect_one(peer, self._mine)
+
+    def _forget(self, rank: int) -> None:
+        super()._forget(rank)
+        connection = self._connections.pop(rank, None)
+        if connection is not None and connection.number_watched in self._watched:
+            self._close(connection)
+        self._sources = {identity: other for identity, other in self._sources.items() if other != rank}
+        self._incoming = {number: other for number, other in self._incoming.items() if other != rank}
 
     # -- what every framed wire needs from its transport --------------------------------------------------------------
-
-    def _connection(self, rank: int) -> _Connection:
-        return self._connections[rank]
-
-    def _peers(self) -> list[int]:
-        return list(self._connections)
 
     def _send_frame(self, to: int, frame: bytes) -> None:
         dealer = self._connections[to].dealer
@@ -251,13 +270,16 @@ class ZeroMQWire(FramedWire):
         connection = self._connections[rank]
         handles = list(connection.unacknowledged.values())
         connection.unacknowledged.clear()
-        return handles + super()._orphans(rank)
+        return handles
 
     def _drop(self, rank: int) -> None:
-        self._suspects.pop(rank, None)
-        connection = self._connections[rank]
+        self._close(self._connections[rank])
+
+    def _close(self, connection: _Connection) -> None:
+        self._suspects.pop(connection.rank, None)
+        del self._watched[connection.number_watched]
         connection.dealer.disable_monitor()
-        connection.dealer.close(FAREWELL_MS if rank in self._left else 0)
+        connection.dealer.close(FAREWELL_MS if connection.rank in self._left else 0)
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
@@ -268,6 +290,8 @@ class ZeroMQWire(FramedWire):
             self._drain()
         if self._watcher.events or self._suspects:
             self._weigh_events()
+        if self._admit_until:
+            self._look_for_absentees()
 
     def _block(self, timeout_s: float) -> None:
         if self._suspects:
@@ -297,7 +321,7 @@ class ZeroMQWire(FramedWire):
         while router.getsockopt(zmq.RCVMORE):
             parts.append(router.recv(copy=False))
         source = self._sources.get(identity)
-        if source is None or source in self.lost:
+        if source is None or (source in self.lost and source not in self._admitted):
             return
         if len(head) == self._part_bytes:
             head, parts = b"".join([head, *(part.buffer for part in parts)]), []
@@ -329,8 +353,11 @@ class ZeroMQWire(FramedWire):
     def _meet(self, identity: bytes, descriptor: int) -> None:
         if len(identity) != IDENTITY.size:
             return
-        rank = int(IDENTITY.unpack(identity)[0])
-        if rank in self._connections and (identity in self._sources or rank not in self._sources.values()):
+        rank, generation, _ = IDENTITY.unpack(identity)
+        known = self._connections.get(rank)
+        if known is None or known.generation != generation:
+            return  # nobody has admitted it (yet)
+        if identity in self._sources or rank not in self._sources.values():
             connection = self._watcher.admit(descriptor)
             if connection is not None:  # else it has been sent away meanwhile, and will come again and say the same
                 self._sources[identity] = rank
@@ -357,27 +384,30 @@ class ZeroMQWire(FramedWire):
             f"(process killed or stopped, host or network down)"
         )
 
-    def _weigh(self, event: Event) -> None:
-        if event.rank == LISTENER:
-            rank = self._incoming.pop(event.connection, None)
+    def _weigh(self, event: ConnectionEvent) -> None:
+        if event.watched == LISTENER:
+            rank = self._incoming.pop(event.accepted, None)
             if rank is not None and rank not in self.lost:
                 self._suspect(rank)
             return
-        connection = self._connections.get(event.rank)
-        if connection is None or event.rank in self.lost:
+        connection = self._watched.get(event.watched)
+        if connection is None:
             return
         if event.seen is Seen.CONNECTED and not connection.connected:
             connection.connected = True
             connection.told = connection.greeted
-            self.post(event.rank, TOPIC_HELLO, WELCOME if connection.greeted else b"")
+            self._say_hello(connection.rank, WELCOME if connection.greeted else b"")
+            if connection.rank in self._admitted and connection.complete:
+                self._joined(connection.rank)
         elif event.seen is Seen.HUNG_UP and not connection.connected:
             # It may not have been told about everybody yet, or be crowded by strangers: ZeroMQ tries again.
             connection.hung_up += 1
         elif event.seen is Seen.DISCONNECTED and connection.connected:
-            if self._forming:  # one too many among strangers: ZeroMQ tries again, and we look whether the peer is still there
+            if self._forming or connection.rank in self._admitted:
+                # One too many among strangers: ZeroMQ tries again, and we look whether the peer is still there.
                 connection.connected = False
             else:
-                self._suspect(event.rank)
+                self._suspect(connection.rank)
 
     def _suspect(self, rank: int) -> None:
         self._suspects.setdefault(rank, self.now() + min(GRACE_S, self.timeouts.silence_s / 10))
@@ -396,10 +426,9 @@ class ZeroMQWire(FramedWire):
         if goodbye:
             self._say_goodbye()
         self._closed = True
-        for rank in self._connections:
-            if rank not in self.lost:
-                self._drop(rank)
-                self._close_boxes(self._connections[rank])
+        for connection in list(self._watched.values()):
+            self._close(connection)
+            self._close_boxes(connection)
         self._door.close()
         self._router.disable_monitor()
         self._router.close(0)

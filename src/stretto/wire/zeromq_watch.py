@@ -41,13 +41,13 @@ class Seen(enum.Enum):
     HUNG_UP = "hung up"  # in the middle of the handshake
 
 
-class Event(NamedTuple):
-    rank: int
+class ConnectionEvent(NamedTuple):
+    watched: int  # the number under which the connection is watched, or LISTENER
     seen: Seen
-    connection: int = 0  # which accepted connection was lost (rank LISTENER)
+    accepted: int = 0  # which accepted connection was lost (LISTENER)
 
 
-LISTENER: Final = -1  # in place of a rank: seen on the socket that peers connect to, which does not know who they are
+LISTENER: Final = -1  # seen on the socket that peers connect to, which does not know who they are
 LISTENER_EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
@@ -64,7 +64,7 @@ class Watcher:
     """Owns the monitor sockets and the authentication handler; `events` is filled, `notify` called, from its thread."""
 
     def __init__(self, zap: ZapHandler, doorstep: Doorstep, notify: Callable[[], None]) -> None:
-        self.events: deque[Event] = deque()
+        self.events: deque[ConnectionEvent] = deque()
         self._zap = zap
         self._doorstep = doorstep
         self._notify = notify
@@ -78,9 +78,9 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="stretto-watch", daemon=True)
         self._thread.start()
 
-    def add(self, rank: int, monitor: zmq.Socket[bytes]) -> None:
-        """Hand over a monitor socket; from now on only the watcher's thread touches it."""
-        self._incoming.append((rank, monitor))
+    def add(self, number: int, monitor: zmq.Socket[bytes]) -> None:
+        """Hand over a monitor socket; from now on only the watcher's thread touches it. Numbers are never used again."""
+        self._incoming.append((number, monitor))
         self._near.send(b"+")
 
     def admit(self, descriptor: int) -> int | None:
@@ -119,11 +119,11 @@ class Watcher:
     def _adopt(self, poller: zmq.Poller) -> None:
         self._far.recv(4096)
         while self._incoming:
-            rank, monitor = self._incoming.popleft()
-            self._monitors[monitor] = rank
+            number, monitor = self._incoming.popleft()
+            self._monitors[monitor] = number
             poller.register(monitor, zmq.POLLIN)
         while self._questions:
-            for monitor in [monitor for monitor, rank in self._monitors.items() if rank == LISTENER]:
+            for monitor in [monitor for monitor, number in self._monitors.items() if number == LISTENER]:
                 while self._report(monitor, poller):
                     pass
             question = self._questions.popleft()
@@ -143,11 +143,11 @@ class Watcher:
             del self._monitors[monitor]
             monitor.close(0)
             return False
-        rank = self._monitors[monitor]
-        if rank == LISTENER:
+        number = self._monitors[monitor]
+        if number == LISTENER:
             self._report_accepted(*report)
         else:
-            self.events.append(Event(rank, _meaning(report.event)))
+            self.events.append(ConnectionEvent(number, _meaning(report.event)))
             self._notify()
         return True
 
@@ -158,7 +158,7 @@ class Watcher:
             self._doorstep.came(descriptor)
         elif descriptor in self._accepted:
             self._doorstep.left(descriptor)
-            self.events.append(Event(LISTENER, Seen.DISCONNECTED, self._accepted.pop(descriptor)))
+            self.events.append(ConnectionEvent(LISTENER, Seen.DISCONNECTED, self._accepted.pop(descriptor)))
             self._notify()
 
 
