@@ -13,7 +13,7 @@ from stretto.compress.catalogue import COMPRESSIONS
 
 NAMES = sorted([
     "AfterBackward", "AllReduce", "BackwardFailed", "Buckets", "CheckpointError", "ConfigurationError", "FrameError",
-    "Group", "JobError", "LAMB", "LARS", "LinearWarmUp", "MalformedPayload", "NonFiniteGradient", "PeerLost",
+    "Group", "Hierarchy", "JobError", "LAMB", "LARS", "LinearWarmUp", "MalformedPayload", "NonFiniteGradient", "PeerLost",
     "RankMismatch", "RendezvousError", "Replicated", "Resumed", "Sampler", "SecretError", "Started", "Strategy",
     "StrettoError", "SyncBatchNorm", "Synchronous", "Timeouts", "UnreachableError", "WaitFree", "WireError",
     "WireTimeout", "WorkerFailed", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "current_job",
