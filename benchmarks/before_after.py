@@ -35,7 +35,7 @@ import harness
 import msgspec
 from harness import ratio
 
-from stretto.bench.machine import Machine, describe
+from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.turns import now, take_turns
 from stretto.errors import ConfigurationError
 
@@ -59,7 +59,7 @@ PLACES: dict[str, tuple[int, list[str], list[str]]] = {  # workers, how they are
 class BeforeAfterReport(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     date: str
-    machine: Machine
+    machine: MachineInfo
     commits: dict[str, str]
     starts: int
     seconds: dict[str, dict[str, list[float]]]  # place and case -> tree -> per time, of the slowest rank, one per turn

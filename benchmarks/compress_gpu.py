@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stretto.bench.machine import Machine, describe
+from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.table_text import seconds, spread
 from stretto.bench.turns import now, quartiles
 from stretto.compress.bfloat16 import BFloat16
@@ -70,7 +70,7 @@ class GpuRow(msgspec.Struct, frozen=True):
 
 class GpuReport(msgspec.Struct, frozen=True):
     settings: GpuSettings
-    machine: Machine
+    machine: MachineInfo
     date: str
     copy_seconds: list[float]
     rows: list[GpuRow]

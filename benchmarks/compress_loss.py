@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stretto.bench.compress_together import Together
-from stretto.bench.machine import Machine, describe
+from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.turns import now
 from stretto.compress.layout import Layout
 from stretto.parsing import parse
@@ -79,7 +79,7 @@ class LossRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LossReport(msgspec.Struct, frozen=True, kw_only=True):
-    machine: Machine
+    machine: MachineInfo
     date: str
     command: str
     steps: int

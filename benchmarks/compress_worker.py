@@ -13,7 +13,7 @@ import torch
 from step_models import Workload, gpt
 from step_worker import DDP, DDP_FP16, LIMIT, TrainedModel, alternate, device_of, take_part
 
-from stretto.bench.machine import Machine, describe
+from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.turns import now
 from stretto.job import Job
 
@@ -47,7 +47,7 @@ class CompressStepRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class CompressStepReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: CompressStepSettings
-    machine: Machine
+    machine: MachineInfo
     date: str
     num_parameters: int
     rows: list[CompressStepRow]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from stretto.bench.machine import Machine
+from stretto.bench.machine import MachineInfo
 from stretto.bench.results import as_json
 from stretto.errors import ConfigurationError, StrettoError
 
@@ -66,7 +66,7 @@ def table(*columns: str) -> list[str]:
     return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
 
 
-def heading(title: str, date: str, command: str, machine: Machine, gpu: str | None = None) -> list[str]:
+def heading(title: str, date: str, command: str, machine: MachineInfo, gpu: str | None = None) -> list[str]:
     """What stands above every result: when, how and where it was measured."""
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     return [
@@ -80,7 +80,9 @@ def heading(title: str, date: str, command: str, machine: Machine, gpu: str | No
     ]
 
 
-def write(theme: str, report: object, text: list[str], date: str, machine: Machine, folder: Path, gpu: str | None = None) -> Path:
+def write(
+    theme: str, report: object, text: list[str], date: str, machine: MachineInfo, folder: Path, gpu: str | None = None
+) -> Path:
     """THEME_MACHINE_DATE.json and .md."""
     name = gpu or f"{machine.processor} {machine.cores} cores"
     folder.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
 import stretto
-from stretto.bench.machine import Machine, describe
+from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.turns import now, of_slowest_rank, take_turns, timed, wait_for
 from stretto.errors import JobError
 from stretto.job import Job
@@ -65,7 +65,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: StepSettings
-    machine: Machine
+    machine: MachineInfo
     date: str
     rows: list[StepRow]
 

@@ -37,10 +37,10 @@ from typing import TypeVar
 import harness
 import msgspec
 from harness import verdict
-from strangers_worker import END, Here, put
+from strangers_worker import END, Joined, put
 from strangers_worker import WorkerReport as Worker
 
-from stretto.bench.machine import Machine, describe
+from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.table_text import seconds
 from stretto.bench.turns import now
 from stretto.errors import ConfigurationError, JobError
@@ -103,7 +103,7 @@ class Outage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StrangersReport(msgspec.Struct, frozen=True, kw_only=True):
-    machine: Machine
+    machine: MachineInfo
     date: str
     floods: list[Flood]
     outages: list[Outage]
@@ -162,7 +162,7 @@ def flood(wire: str, kind: str, workers: int, phase_s: float) -> Flood:
         crowd.enter_context(strangers(_ports(job, running), kind))
         start(workers - 1)
 
-        here = _read(folder, "here", workers, Here, running)
+        here = _read(folder, "here", workers, Joined, running)
         if here is None:
             return Flood(wire=wire, kind=kind, formed_s=None, coordinator_bytes=0, workers=[])
         put(folder / "phase", BETWEEN)
@@ -267,7 +267,7 @@ def outage(wire: str, doing: str, cut_s: float, phase_s: float) -> Outage:
             def running() -> bool:
                 return not job.over_within(0.0)
 
-            if _read(folder, "here", hosts, Here, running) is None:
+            if _read(folder, "here", hosts, Joined, running) is None:
                 raise JobError(f"no job to cut, {wire}: {[process.output for process in job.processes]}")
             _pass_phase(folder, 1, phase_s)
             lab.cut(cut)

@@ -26,7 +26,7 @@ STEP_BYTES = 16 << 20
 END = 9  # the phase that is none
 
 
-class Here(msgspec.Struct, frozen=True, kw_only=True):
+class Joined(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float  # from the start of the program's own work until all had met
     address: str
     pid: int
@@ -44,7 +44,7 @@ def main(folder: Path, backend: str, doing: str) -> None:
     rank = int(os.environ["RANK"])
     began = time.monotonic()
     reduce, address = _join(backend)
-    put(folder / f"here{rank}", Here(seconds=time.monotonic() - began, address=address, pid=os.getpid()))
+    put(folder / f"here{rank}", Joined(seconds=time.monotonic() - began, address=address, pid=os.getpid()))
     seconds: dict[int, list[float]] = {}
     peaks: dict[int, int] = {}
     error = ""

@@ -28,7 +28,7 @@ from stretto.bench.compress_gradients import KINDS, layout_of, values_of
 from stretto.bench.compress_results import CompressReport, CompressRow, Quality, timing
 from stretto.bench.compress_settings import CompressSettings, compression_of
 from stretto.bench.compress_together import Spent, Together
-from stretto.bench.machine import Machine, describe
+from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.settings import ELEMENT_BYTES, show_size
 from stretto.bench.turns import Turn, now, take_turns, wait_for
 from stretto.compress.buffer_pool import BufferPool
@@ -72,7 +72,7 @@ class Vectors:
         return (time.perf_counter() - begin) / (number + 1)
 
 
-class Exchange:
+class TimedExchange:
     """Rounds of P workers, and what the last of them took."""
 
     def __init__(self, compression: Compression, word: str, vectors: Vectors, workers: int) -> None:
@@ -123,7 +123,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _machine() -> Machine:
+def _machine() -> MachineInfo:
     """With the version of what compiles kernels for GPUs, where it is there."""
     machine = describe()
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -133,7 +133,7 @@ def _machine() -> Machine:
 
 def measure_codec(word: str, settings: CompressSettings, vectors: Vectors) -> CompressRow:
     compression = compression_of(word)
-    exchange = Exchange(compression, word, vectors, settings.workers)
+    exchange = TimedExchange(compression, word, vectors, settings.workers)
     turns = copies(vectors) | turns_of(compression, vectors) | {"exchange": exchange.turn}
     seconds = alternate(turns, settings)
     assert exchange.last is not None

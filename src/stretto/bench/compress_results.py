@@ -21,7 +21,7 @@ import statistics
 import msgspec
 
 from stretto.bench.compress_settings import CompressSettings
-from stretto.bench.machine import Machine
+from stretto.bench.machine import MachineInfo
 from stretto.bench.turns import quartiles
 
 
@@ -68,7 +68,7 @@ class CompressRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class CompressReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: CompressSettings
-    machine: Machine
+    machine: MachineInfo
     date: str
     rows: list[CompressRow]
 

@@ -14,7 +14,7 @@ import statistics
 
 import msgspec
 
-from stretto.bench.machine import Machine
+from stretto.bench.machine import MachineInfo
 from stretto.bench.settings import Settings
 from stretto.bench.turns import quartiles
 from stretto.plan.network import LinkEstimate
@@ -39,7 +39,7 @@ class AllReduceRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class AllReduceReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
-    machine: Machine
+    machine: MachineInfo
     date: str
     links: dict[str, LinkEstimate]  # measured alpha, beta, gamma of each wire
     rows: list[AllReduceRow]
