@@ -68,11 +68,19 @@ class Failures:
         """Why a collective cannot begin here, if it cannot: it has failed elsewhere, or a member is lost."""
         doom = self.doom_of(request.name) or self._doom_of_round(request.part_of)
         if doom is None and request.plan.size > 1:
-            members = self._concerned(request)
-            doom = self._lost_member(members, request.generation)
+            members = self._communicator.members(request)
+            doom = self._lost_member(members, request.generation) or self._lost_outsider(request)
             if doom is not None:
                 self.tell(members, request.name, doom)  # others may not have lost that peer, and would wait for us
+            if doom is not None and request.part_of is not None:
+                self.fail_round(request.part_of, doom)
         return doom
+
+    def _lost_outsider(self, request: Request) -> PeerLost | None:
+        """A worker whose death fails the round of the whole job that this is part of. One that left in order did its part."""
+        if request.part_of is None:
+            return None
+        return next((error for rank, error in self._wire.lost.items() if not self._wire.said_goodbye(rank)), None)
 
     def _lost_member(self, members: Sequence[int], generation: int) -> PeerLost | None:
         """A member that is gone, if there is one, or has been since the group was made: its rank may be another worker's now."""
@@ -86,9 +94,8 @@ class Failures:
     def _on_lost(self, error: PeerLost) -> None:
         for run in list(self._communicator.runs.values()):
             # A rank that left after doing its part takes nothing with it; one that died may have left any member waiting.
-            if error.rank in self._concerned(run.request) and (
-                not self._wire.said_goodbye(error.rank) or error.rank in run.waiting_for()
-            ):
+            concerns = error.rank in run.members or run.request.part_of is not None
+            if concerns and (not self._wire.said_goodbye(error.rank) or error.rank in run.waiting_for()):
                 self._fail_by_loss(run, error)
 
     def _fail_by_loss(self, run: CollectiveRun, error: PeerLost) -> None:
@@ -97,10 +104,6 @@ class Failures:
         else:
             # A member that has heard from all the others raises and leaves: it is the dispute that is to be told.
             self._communicator.disagreement.dispute(run)
-
-    def _concerned(self, request: Request) -> Sequence[int]:
-        """The ranks whose loss fails a collective."""
-        return self._communicator.members(request) if request.part_of is None else self._communicator.world
 
     # -- rounds of the whole job --------------------------------------------------------------------------------------
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("stretto")
 
 
-def check_payloads(strategy: Strategy, all_reduce: AllReduce) -> None:
-    """Whether what the compression sends can be combined by the algorithm that was asked for."""
+def check_payloads(strategy: Strategy, all_reduce: AllReduce, name: str = "aggregate") -> None:
+    """Whether what the compression sends can be combined by the algorithm that was asked for, under this name."""
     algorithm = all_reduce.algorithm
     reason = None if algorithm == "auto" else strategy.compress.refusal(algorithm)
     if reason is not None:
         raise ConfigurationError(
             f"aggregate={strategy.aggregate!r} with compress={strategy.compress!r}: {reason}.\n"
-            f"Write AllReduce() in its place, which exchanges payloads in the way that suits them."
+            f"Write {name}=AllReduce(), which exchanges payloads in the way that suits them."
         )
 
 

@@ -57,7 +57,7 @@ class SynchronousHierarchy(SynchronousAllReduce):
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
-        check_payloads(strategy, _hierarchy_of(strategy).outer)
+        check_payloads(strategy, _hierarchy_of(strategy).outer, "outer")
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
