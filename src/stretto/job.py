@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import Any, Literal
 from weakref import WeakSet
@@ -164,15 +162,6 @@ class Job:
 
         with self.whereabouts.waiting(group.channel, other):
             communication.call(carry_out)
-
-    @contextmanager
-    def weighing(self, weight: float) -> Iterator[None]:
-        """For a while, this worker's gradients count with another weight."""
-        before, self.weight = self.weight, weight
-        try:
-            yield
-        finally:
-            self.weight = before
 
     @property
     def device(self) -> torch.device:

@@ -75,12 +75,12 @@ class Strategy:
 
 
 class Way(NamedTuple):
-    """A combination of answers for which there is a Training, made by `training(strategy, job, setting)`."""
+    """A combination of answers for which there is a Training."""
 
     aggregate: type
     sync: type
     shard: type
-    training: Any  # type[Training[Any]], each with this constructor
+    training: type[Training[Any]]
 
 
 WAYS: tuple[Way, ...] = (

@@ -629,7 +629,7 @@ def test_complex_parameters_are_refused_with_the_rule_to_write() -> None:
 def test_payloads_that_do_not_add_up_are_refused_where_they_would_be_added(algorithm: str, compress: Compression) -> None:
     from stretto.aggregate.all_reduce import AllReduce
 
-    with pytest.raises(ConfigurationError, match=r"Write aggregate=AllReduce\(\)"):
+    with pytest.raises(ConfigurationError, match=r"Write AllReduce\(\) in its place"):
         Strategy(aggregate=AllReduce(algorithm), compress=compress)
 
 

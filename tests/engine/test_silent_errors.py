@@ -170,8 +170,8 @@ def test_a_tied_embeddings_gradient_is_dense_everywhere_if_it_is_anywhere(dense_
         kind: Any = torch.optim.AdamW if dense_on else torch.optim.SparseAdam
         optimizer = kind(model.parameters())
         distribute(model, optimizer, RING, job=job)
-        with job.weighing(job.rank + 1.0):
-            loss(model, job.rank).backward()  # type: ignore[no-untyped-call]
+        job.weight = job.rank + 1.0
+        loss(model, job.rank).backward()  # type: ignore[no-untyped-call]
         gradient = model.embed.weight.grad
         assert gradient.is_sparse == (not dense_on)
         optimizer.step()

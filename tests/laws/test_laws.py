@@ -175,6 +175,7 @@ def bytes_of(bucket: Bucket, job_rank: int, size: int, algorithm: str, label: st
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_law_8_bytes_on_the_wire_equal_the_formula(strategy: Strategy, size: int) -> None:
     for rank, run in enumerate(together("mlp", strategy, size, FEW)):
+        assert isinstance(strategy.aggregate, AllReduce)
         algorithm = strategy.aggregate.algorithm
         expected = sum(bytes_of(bucket, rank, size, algorithm, "") for bucket in run.buckets)
         assert run.bytes_sent == [expected] * FEW
@@ -191,7 +192,7 @@ def test_law_8_counts_the_announcements_of_large_buckets() -> None:
         model(torch.ones(2, 300)).sum().backward()
         engine = engine_of(model)
         (bucket,) = engine.buckets
-        training = engine.training
+        training: Any = engine.training
         label = training._label + training._loop_label(
             Participation.WORKING
         )  # it is the closing bucket, which tells of the loop too

@@ -41,8 +41,9 @@ from stretto.engine.loop_state import LoopState
 from stretto.engine.only_traced import are_others, in_functional_call, is_only_traced
 from stretto.engine.other_trainers import refuse_other_trainers, refuse_wrapper_around
 from stretto.engine.places import Places
-from stretto.engine.stepping import Given, PutAside, watch_all_optimizers
+from stretto.engine.stepping import Given, PutAside, has_nonzero, watch_all_optimizers
 from stretto.engine.training import Participation, RoundEnd, RoundResult, Setting, Training
+from stretto.engine.use_hooks import before_each_use
 from stretto.engine.weak_hook import Orphan, take_off, weakly, when_accumulated
 from stretto.job import PUBLIC_CHANNEL, Job
 from stretto.plain_state import ForwardHook
@@ -142,32 +143,9 @@ class Engine:
         with torch.inference_mode(False):  # what is made in it could not be part of a training step
             self.places = Places(self.model, self.training)
         self._slots = self.places.slots
-        self._gradient_hooks = {}
-        for number, (bucket, slot) in enumerate(self._slots):
-            parameter = bucket.parameters[slot]
-            if bucket.early or bucket.large[slot]:
-                hook = when_accumulated(parameter, self._on_gradient, number, orphan=self._orphan)
-            else:
-                hook = when_accumulated(parameter, self._on_last_gradient, orphan=self._orphan)
-            self._gradient_hooks[parameter] = hook
-        for _, parameter in self.places.sparse if self.buckets else ():
-            self._gradient_hooks[parameter] = when_accumulated(parameter, self._on_last_gradient, orphan=self._orphan)
-        if self.training.waits_before_use:
-            self._set_use_hooks()
-
-    def _set_use_hooks(self) -> None:
+        self._gradient_hooks = self.places.set_hooks(self._on_gradient, self._on_last_gradient, self._orphan)
         take_off(self._use_hooks)
-        users = [module for module in self.model.modules() if module._parameters]
-        self._use_hooks = [module.register_forward_pre_hook(ForwardHook(self._before_use)) for module in users]
-        hook = self.model.register_state_dict_pre_hook(ForwardHook(self._before_state_dict))  # type: ignore[no-untyped-call]
-        self._use_hooks.append(hook)
-
-    def _before_use(self, module: nn.Module, arguments: Any) -> None:
-        if not is_only_traced():
-            self.training.before_use([p for p in module._parameters.values() if p is not None])
-
-    def _before_state_dict(self, *_: Any) -> None:
-        self.training.before_use(self.model.parameters())
+        self._use_hooks = before_each_use(self.model, self.training)
 
     def _notice_changes(self) -> list[Tensor] | None:
         """Parameters frozen, unfrozen, added or converted since the last step get their place, on all workers alike.
@@ -269,7 +247,7 @@ class Engine:
                 bucket.let_go()  # autograd must not add to memory that is under way
 
     def _on_last_gradient(self, parameter: Tensor) -> None:
-        """For a parameter whose bucket does not leave early, or with a sparse gradient: it stays in p.grad until the round ends."""
+        """For a parameter whose bucket leaves last, or with a sparse gradient: it stays in p.grad until the round ends."""
         if not self.synchronising:
             self._note_accumulation()
         elif not self._open or self._died:
@@ -437,7 +415,7 @@ class Engine:
             self._aside.give_back()  # the step before this one has ended in an exception
             self.flush()
             if self.loop.backwards and self.buckets:
-                if self._has_gradients(optimizer):
+                if has_nonzero(parameter.grad for parameter in self._stepped_by(optimizer)):
                     raise misuse.step_without_round(optimizer, self.name, len(self.loop.backwards))
             elif self.loop.is_second_step(optimizer):
                 self._warn_of_own_gradients(optimizer)
@@ -455,10 +433,6 @@ class Engine:
         self.loop.stepped(optimizer)
         self.training.after_step(optimizer)
 
-    def _has_gradients(self, optimizer: Optimizer) -> bool:
-        """Whether a step would use gradients of this model. Zeros are as good as none: the same on all workers."""
-        return any(_is_nonzero(parameter.grad) for parameter in self._stepped_by(optimizer) if parameter.grad is not None)
-
     def _stepped_by(self, optimizer: Optimizer) -> Iterator[Tensor]:
         return (parameter for group in optimizer.param_groups for parameter in group["params"] if self.combines(parameter))
 
@@ -467,7 +441,7 @@ class Engine:
         if self._warned or self.joining or self.job.world_size == 1:
             return
         own = (p.grad for p in self._stepped_by(optimizer) if p in self.places.of and not self._holds_result(p))
-        if any(gradient is not None and _is_nonzero(gradient) for gradient in own):
+        if has_nonzero(own):
             self._warned = True
             log.warning("rank %d: %s", self.job.rank, misuse.own_gradients(optimizer, self.name))
 
@@ -491,11 +465,6 @@ class Engine:
             yield
         finally:
             self.synchronising = before
-
-
-def _is_nonzero(gradient: Tensor) -> bool:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool((values != 0).any())
 
 
 def _current_task() -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stretto.engine.bucket import Bucket
 from stretto.engine.training import Named, Training
 from stretto.engine.watch import Watch
+from stretto.engine.weak_hook import Orphan, when_accumulated
 
 
 class Places:
@@ -24,6 +27,22 @@ class Places:
         self.of = {bucket.parameters[slot]: (bucket, slot) for bucket, slot in self.slots}
         self.known: set[Tensor] = set(model.parameters())
         self.watch = Watch(model)
+
+    def set_hooks(
+        self, on_gradient: Callable[[int, Tensor], None], on_last: Callable[[Tensor], None], orphan: Orphan
+    ) -> dict[Tensor, RemovableHandle]:
+        """Have `on_gradient(number of the slot, parameter)` called with every gradient; for parameters whose gradient stays where
+        it is until the round ends, `on_last(parameter)`. Without buckets nobody wants to know."""
+        hooks = {}
+        for number, (bucket, slot) in enumerate(self.slots):
+            parameter = bucket.parameters[slot]
+            if bucket.early or bucket.large[slot]:
+                hooks[parameter] = when_accumulated(parameter, on_gradient, number, orphan=orphan)
+            else:
+                hooks[parameter] = when_accumulated(parameter, on_last, orphan=orphan)
+        for _, parameter in self.sparse if self.buckets else ():
+            hooks[parameter] = when_accumulated(parameter, on_last, orphan=orphan)
+        return hooks
 
 
 def _sparse_parameters(model: nn.Module) -> set[Tensor]:

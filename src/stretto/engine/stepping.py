@@ -81,6 +81,15 @@ class PutAside:
         self._gradients.clear()
 
 
+def has_nonzero(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether a step would use any of these. Zeros are as good as none: the same on all workers."""
+    return any(gradient is not None and bool((_dense_values(gradient) != 0).any()) for gradient in gradients)
+
+
+def _dense_values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 def watch_all_optimizers() -> None:
     """Set the hooks for optimizers that nobody has given to `distribute`, if they are not set."""
     if before_any not in torch_optimizer._global_optimizer_pre_hooks.values():

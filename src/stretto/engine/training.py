@@ -31,7 +31,7 @@ these parameters to be complete before it updates them and returns.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeVar
@@ -109,6 +109,9 @@ class Training(ABC, Generic[B]):
     no_second_mean: str | None = None  # the answer that does not allow adding to a mean that no step has used, if there is one
     no_join: str | None = None  # why workers cannot run out of data at different times, if so
 
+    def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
+        """Begin, on all workers, after these have agreed on the model and the strategy and hold the same parameters."""
+
     # -- before anything is sent --------------------------------------------------------------------------------------
 
     @classmethod
@@ -157,7 +160,7 @@ class Training(ABC, Generic[B]):
         """Return when these parameters hold the values that the next forward is to see. Called if `waits_before_use`: before the
         forward of every module that has parameters of its own, before `state_dict`, and by `stretto.synchronize`."""
 
-    def before_step(self, optimizer: Optimizer) -> Collection[Tensor] | None:
+    def before_step(self, optimizer: Optimizer) -> Set[Tensor] | None:
         """Which parameters step: `EVERYBODY`, `NOBODY`, or only those given. For the others `p.grad` is None during the step."""
         return EVERYBODY
 

@@ -15,12 +15,14 @@ parameters then, and no gradients; `infinite` says whether one that was to be co
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.codec import Compression
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
@@ -107,6 +109,14 @@ class ReducedBucket(Bucket):
             return True
         return not self.is_precise and (self.notes_on_host or bool(self.tail[0] != 0))
 
+    def in_float32(self) -> Tensor:
+        """The gradients themselves, or a copy in memory that is kept with the bucket."""
+        gradients = self.gradients
+        if gradients.dtype is torch.float32:
+            return gradients
+        memory: BufferPool = self.kept.setdefault(BufferPool, BufferPool())
+        return memory.empty(len(gradients), torch.float32, gradients.device).copy_(gradients)
+
     def forget(self) -> None:
         """Begin anew with what its compression remembers."""
         if self.state is not None:
@@ -152,3 +162,9 @@ def _bucket(group: Sequence[Named], compress: Compression, early: bool, notes_ap
     on_host = notes_apart and parameter.device.type == "cuda"
     dtype = gradient_dtype(parameter)
     return ReducedBucket(group, dtype, parameter.device, answer, noted=noted, early=early, notes_on_host=on_host)
+
+
+def layout_digest(buckets: Sequence[ReducedBucket], sparse: Sequence[Named]) -> int:
+    """A checksum of which parameter lies where: workers with different layouts must not add one's gradients to another's."""
+    places = [f"{bucket.number} {name} {view.shape} {view.stride()}" for bucket in buckets for name, view in bucket.named_views]
+    return zlib.crc32("\n".join([*places, *(name for name, _ in sparse)]).encode())

@@ -23,7 +23,7 @@ from stretto.collectives.message_codec import MessageCodec
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Pending
 from stretto.collectives.staging import Staging
-from stretto.compress.rounds import Collective, Gather, Sum, SumInHops, Transpose
+from stretto.compress.rounds import Collective, Sum, SumInHops, Transpose
 from stretto.job import Job
 from stretto.plan.auto import chosen_for
 
@@ -87,30 +87,30 @@ class ExchangeDriver:
 
     def _carry_out(self, asked: Collective | Mean, name: tuple[int, int], label: str) -> _Result:
         if isinstance(asked, Mean):
-            return (yield from self._reduce(asked.tensor, "mean", name, label, asked.tail))
-        if isinstance(asked, Gather):
-            return (yield from self._gather(asked, name, label))
+            return self._reduce(asked.tensor, "mean", name, label, asked.tail)
+        if isinstance(asked, Sum):
+            return self._reduce(asked.tensor, "sum", name, label)
         if isinstance(asked, Transpose):
-            return (yield from self._run(Kind.ALL_TO_ALL, asked.rows, "pairwise", name, label))
+            return self._run(Kind.ALL_TO_ALL, asked.rows, "pairwise", name, label)
         if isinstance(asked, SumInHops):
-            return (yield from self._run(Kind.ALL_REDUCE, asked.tensor, self._algorithm, name, label, message_codec=asked.hop))
-        assert isinstance(asked, Sum)
-        return (yield from self._reduce(asked.tensor, "sum", name, label))
-
-    def _reduce(self, tensor: Tensor, op: str, name: tuple[int, int], label: str, tail: Tensor | None = None) -> _Result:
-        if self._algorithm == "native":
-            return self._job.all_reduce(tensor, op, "native", label=label)
-        algorithm = self._algorithm
-        if algorithm == "auto" and self._group.size > 1:
-            algorithm = chosen_for(self._group, "gradients").algorithm(tensor.nbytes)
-        return (yield from self._run(Kind.ALL_REDUCE, tensor, algorithm, name, label, op=op, tail=tail))
-
-    def _gather(self, asked: Gather, name: tuple[int, int], label: str) -> _Result:
+            return self._run(Kind.ALL_REDUCE, asked.tensor, self._algorithm, name, label, message_codec=asked.hop)
         row, table = asked.row, asked.into
         if table is None:
             table = torch.empty((self._group.size, *row.shape), dtype=row.dtype, device=row.device)
         table[self._group.rank] = row
-        return (yield from self._run(Kind.ALL_GATHER, table, "ring" if table.nbytes >= LARGE_BYTES else "direct", name, label))
+        return self._run(Kind.ALL_GATHER, table, "ring" if table.nbytes >= LARGE_BYTES else "direct", name, label)
+
+    def _reduce(self, tensor: Tensor, op: str, name: tuple[int, int], label: str, tail: Tensor | None = None) -> _Result:
+        algorithm = self._algorithm
+        if algorithm == "native":
+            return self._reduce_natively(tensor, op, label)
+        if algorithm == "auto" and self._group.size > 1:
+            algorithm = chosen_for(self._group, "gradients").algorithm(tensor.nbytes)
+        return self._run(Kind.ALL_REDUCE, tensor, algorithm, name, label, op=op, tail=tail)
+
+    def _reduce_natively(self, tensor: Tensor, op: str, label: str) -> _Result:
+        yield from ()  # torch's own has ended when it returns
+        return self._job.all_reduce(tensor, op, "native", label=label)
 
     def _run(
         self,
@@ -125,7 +125,7 @@ class ExchangeDriver:
         tail: Tensor | None = None,
     ) -> _Result:
         if self._group.size > 1:
-            flat, ready, bring_back = self._staging.lend(tensor.view(-1), tail)
+            flat, ready, bring_back = self._staging.lend(tensor if tensor.dim() == 1 else tensor.view(-1), tail)
             yield self._group.start(
                 kind, flat, algorithm, op=op, name=name, ready=ready, label=label, message_codec=message_codec
             )

@@ -1,6 +1,6 @@
 """Synchronous all-reduce: every backward ends with the same mean of everybody's gradients in every `p.grad`.
 
-A bucket's exchange begins when the bucket is full. When backward has ended the rest leaves, the closing bucket last, everything is
+A bucket's exchange begins when the bucket is full. When backward has ended the rest leaves, the closing bucket last, all are
 waited for, and `p.grad` becomes a view of the combined bucket. The k-th round of this worker meets the k-th round of every other,
 whatever each has done in between, and collectives carry their name, so workers need no common order of buckets.
 
@@ -22,10 +22,8 @@ stay equal.
 
 from __future__ import annotations
 
-import math
 import time
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,18 +34,17 @@ from torch.optim import Optimizer
 
 from stretto.aggregate.all_reduce import AllReduce, compression_state
 from stretto.aggregate.all_reduce.admission import check_compression, check_native, check_payloads, warn_of_lost_gradients
-from stretto.aggregate.all_reduce.bucket import INFINITE, Notes, ReducedBucket, make_buckets
+from stretto.aggregate.all_reduce.bucket import INFINITE, Notes, ReducedBucket, layout_digest, make_buckets
 from stretto.aggregate.all_reduce.compression_thread import CompressionThread
 from stretto.aggregate.all_reduce.exchange import MOST, DirectExchange, ExchangeDriver, Mean, Steps, UnderWay
 from stretto.aggregate.all_reduce.sparse import exchange_sparse
 from stretto.aggregate.all_reduce.unplaced import combine_unplaced
 from stretto.collectives.group import Group
-from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.rounds import ExchangeContext
 from stretto.compress.state import CompressionState
 from stretto.engine.bucket import gradient_dtype
-from stretto.engine.finite import FiniteCheck
+from stretto.engine.finite import FiniteCheck, is_finite
 from stretto.engine.state import copy_buffers, copy_by
 from stretto.engine.training import (
     Named,
@@ -72,6 +69,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     """`AllReduce` + `Synchronous` + `Replicated`."""
 
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
+        super().__init__(strategy, job, setting)
         self._strategy, self._job, self._setting = strategy, job, setting
         self._group, self._algorithm = self._find_group()
         compress = strategy.compress
@@ -135,7 +133,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         self._restore(before)
         self._sparse = sparse
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
-        self._label = f" for gradients of {self._setting.name}, layout {_digest(self.buckets, sparse):08x}"
+        self._label = f" for gradients of {self._setting.name}, layout {layout_digest(self.buckets, sparse):08x}"
         return self.buckets
 
     def _make_buckets(self, dense: Sequence[Named]) -> list[ReducedBucket]:
@@ -177,12 +175,13 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             if not bucket.sent:
                 self._send(bucket, end.participation, late=bool(end.late))
         if self._is_lossy:
-            self._infinite |= not all(_is_finite(_values(p.grad)) for _, p in self._sparse if p.grad is not None)
+            self._infinite |= not all(is_finite(p.grad) for _, p in self._sparse if p.grad is not None)
         self._send(self.closing, end.participation, late=bool(end.late))
 
     def _send(self, bucket: ReducedBucket, participation: Participation, *, late: bool) -> None:
         weight = self._weight(participation)
-        _weigh(bucket.gradients, weight)
+        if weight != 1.0:
+            _weigh(bucket.gradients, weight)
         if self._finite is not None:
             for name, view in bucket.named_views:
                 self._finite.look(name, view)
@@ -237,17 +236,20 @@ class SynchronousAllReduce(Training[ReducedBucket]):
 
     def _exchange(self, bucket: ReducedBucket, number: int, label: str) -> UnderWay:
         """One bucket's way from this worker's gradients to the mean over all workers."""
-        if not self._is_lossy:
-            yield from self._combine(bucket, bucket.on_wire, number, label)
-            return
-        if bucket is self.closing:  # by now the thread has seen all buckets' values and knows whether they are finite
+        if self._is_lossy:
+            return self._checked_exchange(bucket, number, label)
+        return self._combine(bucket, bucket.on_wire, number, label)
+
+    def _checked_exchange(self, bucket: ReducedBucket, number: int, label: str) -> UnderWay:
+        """The same where some gradients are compressed: their values must be finite, and the closing bucket says if not."""
+        if bucket is self.closing:  # by now the thread has seen the values of all other buckets
             bucket.tail[INFINITE] = float(self._infinite)
             yield from self._combine(bucket, bucket.on_wire, number, label)
             return
-        values = bucket.on_wire if bucket.state is None else _in_float32(bucket)
+        values = bucket.on_wire if bucket.state is None else bucket.in_float32()
         scaler = self._setting.scaler
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        if not _is_finite(values):
+        if not is_finite(values):
             self._infinite = True
             values.zero_()
         if scale != 1.0:
@@ -261,7 +263,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     def _combine(self, bucket: ReducedBucket, values: Tensor, number: int, label: str) -> UnderWay:
         """Replace `values`, which are this worker's, by the mean over all workers."""
         steps: Steps = _mean(bucket) if bucket.turn is None else bucket.compression.exchange(values, bucket.turn)
-        yield from self._driver.drive(steps, number, label)
+        return self._driver.drive(steps, number, label)
 
     @property
     def _numbers_per_bucket(self) -> int:
@@ -277,7 +279,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         except BaseException as error:
             if isinstance(error, Exception):
                 self._let_finish()
-            self._settle(good=False)
+            self._commit_or_discard(good=False)
             raise
         finally:
             for bucket in self.buckets:
@@ -326,7 +328,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     def _hand_out(self, end: RoundEnd) -> RoundResult:
         closing, closing_shares = self.closing.read()
         if closing.failed:
-            self._settle(good=False)
+            self._commit_or_discard(good=False)
             self._give_up(end.participation)
             return RoundResult(combined=False, anybody_present=closing.present > 0)
         notes, shares = self._notes_of_buckets(closing, closing_shares)
@@ -340,7 +342,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             if closing.infinite:
                 bucket.gradients.fill_(torch.nan)
         self._take_back(used)
-        self._settle(good=not closing.infinite and closing.present > 0)
+        self._commit_or_discard(good=not closing.infinite and closing.present > 0)
         for bucket, flags in zip(self.buckets, used, strict=True):
             bucket.hand_out(flags)
         if closing.present:
@@ -404,7 +406,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
                 places = zip(bucket.layout.places, flags, strict=True)
                 bucket.turn.state.keep_as_it_was([place for place, somewhere in places if not somewhere])
 
-    def _settle(self, *, good: bool) -> None:
+    def _commit_or_discard(self, *, good: bool) -> None:
         """The round has ended: what it proposed becomes the state, or is forgotten."""
         self._infinite = False
         for bucket in self.buckets:
@@ -456,33 +458,5 @@ def _mean(bucket: ReducedBucket) -> Steps:
 def _weigh(gradient: Tensor, weight: float) -> None:
     if weight == 0.0:
         gradient.zero_()  # not times 0: the mean over an empty batch is NaN
-    elif weight != 1.0:
+    else:
         gradient.mul_(weight)
-
-
-def _in_float32(bucket: ReducedBucket) -> Tensor:
-    """The gradients themselves, or a copy in memory that is kept with the bucket."""
-    gradients = bucket.gradients
-    if gradients.dtype is torch.float32:
-        return gradients
-    memory: BufferPool = bucket.kept.setdefault(BufferPool, BufferPool())
-    return memory.empty(len(gradients), torch.float32, gradients.device).copy_(gradients)
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _is_finite(values: Tensor) -> bool:
-    """In one pass: the largest magnitude is infinite or not a number if any value is."""
-    if values.numel() == 0:
-        return True
-    if not (values.is_floating_point() or values.is_complex()):
-        return True
-    return math.isfinite(float(torch.linalg.vector_norm(values, math.inf)))
-
-
-def _digest(buckets: Iterable[ReducedBucket], sparse: Sequence[Named]) -> int:
-    """A checksum of which parameter lies where: workers with different layouts must not add one's gradients to another's."""
-    places = [f"{bucket.number} {name} {view.shape} {view.stride()}" for bucket in buckets for name, view in bucket.named_views]
-    return zlib.crc32("\n".join([*places, *(name for name, _ in sparse)]).encode())

@@ -153,8 +153,8 @@ class SynchronousHierarchy(SynchronousAllReduce):
             yield Sum(share)
             share.mul_(1.0 / self._job.world_size)
 
-    def _settle(self, *, good: bool) -> None:
-        super()._settle(good=good)
+    def _commit_or_discard(self, *, good: bool) -> None:
+        super()._commit_or_discard(good=good)
         for bucket in self.buckets:
             if good and bucket.state is not None and bucket.turn is None:
                 bucket.state.rounds += 1  # as it does where the bucket is spoken for
