@@ -65,9 +65,9 @@ class Envelope:
         "changed",
         "copy",
         "dtype",
-        "generation",
         "handle",
         "num_bytes",
+        "origin",
         "source",
         "tag",
         "target",
@@ -75,7 +75,7 @@ class Envelope:
 
     def __init__(self, sender: InProcessWire, target: int, tag: Tag, dtype: int, view: memoryview, handle: Handle, check: bool):
         self.source, self.target, self.tag, self.dtype = sender.rank, target, tag, dtype
-        self.generation = sender.life.generation
+        self.origin = sender.life
         self.num_bytes = view.nbytes
         self.handle = handle
         self.copy: bytearray | None = None
@@ -125,7 +125,7 @@ class Arrival:
 
     @property
     def origin(self) -> Life:
-        return Life(self.envelope.source, self.envelope.generation)
+        return self.envelope.origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +170,7 @@ class InProcessWire(MailboxWire[Envelope]):
         super().__init__(rank, world_size, generation)
         self._lives = (dict(members) or dict.fromkeys(range(world_size), generation)) | {rank: generation}
         self._members = set(self._lives)
+        self.life = Life(rank, generation)
         self._early: dict[Life, list[Item]] = {}  # from newcomers that have not been admitted yet
         self._check = check
         self._inbox: deque[Item] = deque()
@@ -265,10 +266,6 @@ class InProcessWire(MailboxWire[Envelope]):
         return sorted(self._members - {self.rank})
 
     @property
-    def life(self) -> Life:
-        return Life(self.rank, self._born)
-
-    @property
     def peer(self) -> Peer:
         """This rank as others know it: what they admit."""
         return Peer(self.rank, self.rank, "here", "", 0, generation=self._born)
@@ -336,12 +333,12 @@ class InProcessWire(MailboxWire[Envelope]):
 
     def _handle(self, item: Item) -> None:
         if not isinstance(item, Sent):
-            rank, generation = item.origin
-            admitted = self._lives.get(rank, -1)
-            if generation > admitted:
-                self._early.setdefault(item.origin, []).append(item)
-            if generation != admitted:
-                return  # else: of a former life
+            origin = item.origin
+            admitted = self._lives.get(origin.rank, -1)
+            if origin.generation != admitted:
+                if origin.generation > admitted:  # else it is of a former life
+                    self._early.setdefault(origin, []).append(item)
+                return
         match item:
             case Arrival(envelope):
                 self._deliver(envelope.key, envelope)
