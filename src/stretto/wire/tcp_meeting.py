@@ -146,5 +146,5 @@ class TcpMeeting(FramedWire):
 
 
 def _seniority(peer: Peer) -> tuple[int, int]:
-    """Of two workers the junior connects: the one that joined later, or of the same generation the one of the higher rank."""
+    """Seniors have smaller ones: those that joined earlier, and those of lower rank in the same generation."""
     return peer.generation, peer.rank
