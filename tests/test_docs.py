@@ -340,7 +340,7 @@ def test_nobody_is_told_to_install_stretto_from_an_index_that_does_not_have_it(p
 
 def test_the_measured_rows_of_the_pages_are_those_of_the_committed_results() -> None:
     """Figures are pasted; this keeps them what was measured."""
-    text = "".join(page.read_text() for page in (ROOT / "README.md", ROOT / "docs" / "speed.md"))
+    text = "".join(page.read_text() for page in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md"))
     measured = "\n".join(part.split("<!-- end of measured -->")[0] for part in text.split("<!-- measured -->")[1:])
     rows = [line for line in measured.splitlines() if re.search(r"\| (met|\*\*missed\*\*|undecided.*) \|$", line)]
     committed = "\n".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*.md"))

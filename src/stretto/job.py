@@ -352,7 +352,7 @@ class Job:
             return
         self.closed = True
         if not self.is_here:
-            return  # the connections are the parent's, who goes on using them
+            return  # the connections are the parent's, which goes on using them
         if goodbye:
             self._say_if_unused()
         for thread in list(self.threads):

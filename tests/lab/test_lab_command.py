@@ -125,14 +125,16 @@ def test_a_link_is_cut_and_mended_from_another_terminal(tmp_path: Path) -> None:
         assert running.wait(LIMIT_S) == 0
 
 
-def test_the_table_sets_the_workers_own_count_beside_the_interfaces() -> None:
+def test_the_table_sets_the_count_of_each_hosts_workers_beside_the_interfaces() -> None:
     worker = (
         "import os, socket; from stretto.launching.ledger_file import write_ledger; rank = int(os.environ['RANK'])\n"
         "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
-        "for _ in range(100): s.sendto(bytes(1000), (f'10.81.0.{2 - rank}', 7000))\n"
-        "write_ledger(os.environ['STRETTO_LEDGER'], 100_000)\n"
+        "for _ in range(50): s.sendto(bytes(1000), (f'10.81.0.{2 - rank // 2}', 7000))\n"
+        "write_ledger(os.environ['STRETTO_LEDGER'], 50_000); print('local rank', os.environ['LOCAL_RANK'])\n"
     )
-    done = stretto_lab("--hosts", "2", "--", sys.executable, "-c", worker)
+    done = stretto_lab("--hosts", "2", "-n", "2", "--", sys.executable, "-c", worker)
+    said = [f"[host {rank // 2}, rank {rank}] local rank {rank % 2}" for rank in range(4)]
+    assert sorted(done.stdout.splitlines()) == said
     assert done.returncode == 0, done.stderr
     rows = [line.split("│")[1:6] for line in done.stderr.splitlines() if line.startswith("│")]
     assert [row[0].strip() for row in rows] == ["0", "1"]

@@ -211,7 +211,7 @@ def test_a_command_that_takes_too_long_is_ended_and_shown(eventually: Eventually
     with Lab(hosts=2) as lab:
         job = lab.start(["sh", "-c", "echo hello; exec sleep 600"], coordinator=False)
         eventually(lambda: all("hello" in process.output for process in job.processes))
-        with pytest.raises(JobError, match=r"(?s)within 0.5 s.*host 1:\nhello"):
+        with pytest.raises(JobError, match=r"(?s)within 0.5 s.*host 1, rank 1:\nhello"):
             job.wait(0.5)
     assert all(process.returncode == -signal.SIGTERM for process in job.processes)
 
@@ -313,7 +313,7 @@ def test_killing_the_process_that_made_a_lab_leaves_nothing_behind(eventually: E
         eventually(lambda: not (control.runtime_directory() / name).exists())
 
 
-def test_killing_the_warden_ends_every_process_and_fails_every_wait(eventually: Eventually) -> None:
+def test_killing_the_supervisor_ends_every_process_and_fails_every_wait(eventually: Eventually) -> None:
     with Lab(hosts=2) as lab:
         job = lab.start(["sh", "-c", "setsid sleep 600 & exec sleep 600"], coordinator=False)
         eventually(lambda: len(descendants(lab._supervisor.pid)) >= 5)

@@ -84,8 +84,10 @@ def test_a_duty_cycle_has_the_documented_period() -> None:
     assert cycle.due == pytest.approx(PERIOD_S)
 
 
-def run_of(world_size: int, rendezvous: str | None = "10.81.0.1:4000") -> SharedByHosts:
-    return SharedByHosts(world_size=world_size, rendezvous=rendezvous, secret="ab" * 32, encrypt=False, master_port=29501)
+def run_of(world_size: int, rendezvous: str | None = "10.81.0.1:4000", workers: int = 1) -> SharedByHosts:
+    return SharedByHosts(
+        world_size=world_size, workers=workers, rendezvous=rendezvous, secret="ab" * 32, encrypt=False, master_port=29501
+    )
 
 
 def test_each_host_is_one_rank_to_stretto_and_to_torch() -> None:
@@ -98,6 +100,12 @@ def test_each_host_is_one_rank_to_stretto_and_to_torch() -> None:
     assert environment["STRETTO_ENCRYPT"] == "off"
     assert environment["PATH"] == "/bin"
     assert "TORCHELASTIC_RUN_ID" not in environment
+
+
+def test_several_workers_of_a_host_are_counted_host_by_host() -> None:
+    places = [host_environment({}, run_of(6, workers=3), rank, "/l") for rank in range(6)]
+    assert [place["STRETTO_LOCAL_RANK"] for place in places] == ["0", "1", "2", "0", "1", "2"]
+    assert {place["LOCAL_WORLD_SIZE"] for place in places} == {"3"}
 
 
 def test_threads_are_limited_only_for_several_hosts_and_only_when_the_user_has_not_said() -> None:

@@ -609,7 +609,7 @@ def test_encryption_is_as_the_user_says_and_workers_and_coordinator_agree(
 
 def test_no_secret_is_shown_by_the_repr_of_what_holds_it() -> None:
     plan = launch_plan.RunPlan(command=("x.py",), workers=1, secret=b"\x5a" * 32)
-    run = SharedByHosts(world_size=2, rendezvous=None, secret="5a" * 32, encrypt=False, master_port=1)
+    run = SharedByHosts(world_size=2, workers=1, rendezvous=None, secret="5a" * 32, encrypt=False, master_port=1)
     command = Command(argv=[b"python"], environment={"STRETTO_SECRET": b"5a" * 32}, directory=b"/")
 
     for shown in map(repr, (plan, run, command)):

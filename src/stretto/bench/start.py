@@ -58,8 +58,8 @@ class _ToStderr:
 
     congested = False
 
-    def write(self, host: int, data: bytes) -> None:
-        if host == 0:
+    def write(self, number: int, data: bytes) -> None:
+        if number == 0:
             sys.stderr.write(data.decode(errors="replace"))
             sys.stderr.flush()
 

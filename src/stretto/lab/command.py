@@ -50,8 +50,9 @@ def app(args: list[str], prog_name: str, obj: Mapping[str, str]) -> None:
 @_hosts.command(context_settings={"allow_interspersed_args": False})
 def lab(
     context: typer.Context,
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARGS]...", help="Runs once on every host.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARGS]...", help="Runs on every host.")],
     hosts: Annotated[int, typer.Option(help="How many virtual hosts.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="How often it runs on each host, as one rank each.")] = 1,
     rate: Annotated[str | None, typer.Option(help="Speed of links, both ways: 1gbit, 100mbit. Default: full.")] = None,
     slow: Annotated[list[str] | None, typer.Option(help="1=4x: host 1 runs 4 times slower. May be repeated.")] = None,
     encrypt: Annotated[
@@ -73,7 +74,8 @@ def lab(
     asked = switch(environ, "STRETTO_ENCRYPT", default=False) if encrypt is None else encrypt
     with _signals_raise(), Lab(hosts, rate, slow=factors, encrypt=asked, name=name, environ=environ) as made:
         _say(_greeting(made, rate, factors))
-        code = _run(made, command, _HostOutput(made.hosts, colour=wants_colour(sys.stdout, environ)))
+        output = _HostOutput(made.hosts, workers, colour=wants_colour(sys.stdout, environ))
+        code = _run(made, command, workers, output)
     raise typer.Exit(code)
 
 
@@ -99,10 +101,10 @@ def set_rate(
     control.ask(name, messages.SetRate(host, None if rate == "full" else parse_rate(rate)))
 
 
-def _run(made: Lab, command: list[str], output: _HostOutput) -> int:
-    """Run to the end; the exit code of the host that failed first."""
+def _run(made: Lab, command: list[str], workers: int, output: _HostOutput) -> int:
+    """Run to the end; the exit code of the worker that failed first."""
     before = made.counters()
-    job = made.start(command, sink=output)
+    job = made.start(command, workers=workers, sink=output)
     try:
         while not job.over_within(_OVERDUE_S):
             output.show_overdue()
@@ -147,16 +149,17 @@ def _signals_raise() -> Iterator[None]:
 class _HostOutput:
     """What hosts write, as whole lines with the host in front; fed by the lab's thread, timed by the main one."""
 
-    def __init__(self, hosts: int, *, colour: bool) -> None:
-        width = len(f"host {hosts - 1}")
-        self._lines = [Lines(prefix_of(f"host {host}", width, host if colour else None)) for host in range(hosts)]
+    def __init__(self, hosts: int, workers: int, *, colour: bool) -> None:
+        names = [_name(rank, workers) for rank in range(hosts * workers)]
+        width = max(map(len, names))
+        self._lines = [Lines(prefix_of(name, width, rank if colour else None)) for rank, name in enumerate(names)]
         self._lock = threading.Lock()
         self._screen = Screen()
         self._screen.start()
 
-    def write(self, host: int, data: bytes) -> None:
+    def write(self, number: int, data: bytes) -> None:
         with self._lock:
-            self._screen.write(STDOUT, self._lines[host].feed(data, time.monotonic()))
+            self._screen.write(STDOUT, self._lines[number].feed(data, time.monotonic()))
 
     @property
     def congested(self) -> bool:
@@ -181,6 +184,10 @@ class _HostOutput:
         self._screen.close(give_up=lambda: time.monotonic() > give_up_at)
 
 
+def _name(rank: int, workers: int) -> str:
+    return f"host {rank}" if workers == 1 else f"host {rank // workers}, rank {rank}"
+
+
 def _say(text: str) -> None:
     with suppress(OSError):  # a full disk under our standard error is no reason to end the job
         print(text, file=sys.stderr, flush=True)
@@ -200,7 +207,8 @@ def _report(job: LabJob, traffic: list[Traffic], code: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    ledgers = job.ledgers()
+    ledgers = _by_host(job, len(traffic))
+    workers = len(job.processes) // len(traffic)
     table = Table("host", "sent", "received", title="bytes through the interfaces")
     if any(ledger is not None for ledger in ledgers):
         table.add_column("sent by stretto's count")
@@ -216,13 +224,25 @@ def _report(job: LabJob, traffic: list[Traffic], code: int) -> None:
             _say(f"stretto lab: warning: {said}")
     if job.first_failure is not None:
         how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-        _say(f"stretto lab: host {job.first_failure} failed first ({how}){_accusation(job)}; the others were ended.")
+        _say(f"stretto lab: {_name(job.first_failure, workers)} failed first ({how}){_accusation(job)}; the others were ended.")
+
+
+def _by_host(job: LabJob, hosts: int) -> list[WireCount | None]:
+    """What the wires of each host's workers counted together; None where one of them left no count."""
+    ledgers = job.ledgers()
+    workers = len(ledgers) // hosts
+    return [_total(ledgers[host * workers : (host + 1) * workers]) for host in range(hosts)]
+
+
+def _total(ledgers: list[WireCount | None]) -> WireCount | None:
+    counts = [ledger.bytes_sent for ledger in ledgers if ledger is not None]
+    return WireCount(sum(counts)) if len(counts) == len(ledgers) else None
 
 
 def _accusation(job: LabJob) -> str:
-    """Whom the last words of the first that failed blame: one that was stopped, say, has not failed itself."""
+    """The rank that the last words of the first failed one blame; it may not have failed itself (it was stopped, say)."""
     first = job.processes[job.first_failure or 0]
-    accused = Failure(first.host, 0, first.returncode or 0, 0.0, first.output.encode()).accused
+    accused = Failure(first.number, 0, first.returncode or 0, 0.0, first.output.encode()).accused
     return "" if accused is None else f", having lost rank {accused}"
 
 

@@ -21,9 +21,9 @@ from stretto.lab import messages
 
 
 class Sink(Protocol):
-    """Who gets output as it comes. Called from the lab's reading thread: must not block."""
+    """Receives output as it comes. Called from the lab's reading thread: must not block. `number`: which process of its job."""
 
-    def write(self, host: int, data: bytes) -> None: ...
+    def write(self, number: int, data: bytes) -> None: ...
 
     @property
     def congested(self) -> bool:
@@ -39,8 +39,9 @@ _CONGESTED_S = 0.02
 class LabProcess:
     """A command on a host. `output` is what it wrote to stdout and stderr so far (of very long output: the end)."""
 
-    def __init__(self, link: LabConnection, host: int, pipe: int, sink: Sink | None) -> None:
+    def __init__(self, link: LabConnection, host: int, pipe: int, sink: Sink | None, number: int) -> None:
         self.host = host
+        self.number = number  # among the processes of its job: a worker's rank
         self.pid = -1  # as seen from outside the lab: os.kill(process.pid, ...) reaches it
         self.returncode: int | None = None  # negative: ended by that signal
         self.ended_at = 0.0
@@ -115,11 +116,12 @@ class LabConnection:
         request: messages.Spawn | messages.TimeStream,
         descriptors: Callable[[int], list[int]],
         sink: Sink | None,
+        number: int = 0,
     ) -> LabProcess:
         """Start a process; `descriptors(output)` lists what travels with the request."""
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
-        process = LabProcess(self, host, reading, sink)
+        process = LabProcess(self, host, reading, sink, number)
         with self.changed:
             id = self._take_id()
             self._unborn[id] = process
@@ -234,7 +236,7 @@ class LabConnection:
         except BlockingIOError:
             return
         if data and process._sink is not None:
-            process._sink.write(process.host, data)
+            process._sink.write(process.number, data)
         with self.changed:
             if data:
                 process._feed(data)

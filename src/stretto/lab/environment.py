@@ -1,7 +1,7 @@
 """What a command finds in its environment on each host: stretto's variables, and torch's own.
 
-One host is one rank. torch's rank 0 opens its store at MASTER_ADDR:MASTER_PORT; stretto's workers meet at the
-coordinator (STRETTO_RENDEZVOUS). Both are on host 0, on different ports.
+Each host runs the same number of workers (mostly one), and ranks are counted host by host. torch's rank 0 opens its store at
+MASTER_ADDR:MASTER_PORT; stretto's workers meet at the coordinator (STRETTO_RENDEZVOUS). Both are on host 0, on different ports.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class SharedByHosts:
     """What the hosts of one run share."""
 
     world_size: int
+    workers: int  # of each host
     rendezvous: str | None
     secret: str = field(repr=False)
     encrypt: bool
@@ -25,12 +26,12 @@ class SharedByHosts:
 
 
 def host_environment(base: Mapping[str, str], run: SharedByHosts, rank: int, ledger: str) -> dict[str, str]:
-    """`base` with the variables of one host on top. Those of another launcher that mislead torch are left out."""
+    """`base` with the variables of one worker on top. Those of another launcher that mislead torch are left out."""
     environment = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
     environment.setdefault("PYTHONUNBUFFERED", "1")  # lines are shown when they are printed
     if run.world_size > 1:
         environment.setdefault("OMP_NUM_THREADS", str(threads_each(run.world_size)))  # hosts share this machine's processors
-    environment |= _ranks("STRETTO_", run.world_size, rank) | _ranks("", run.world_size, rank)
+    environment |= _ranks("STRETTO_", run, rank) | _ranks("", run, rank)
     environment |= {
         "STRETTO_SECRET": run.secret,
         "STRETTO_ENCRYPT": "on" if run.encrypt else "off",
@@ -47,10 +48,10 @@ def host_environment(base: Mapping[str, str], run: SharedByHosts, rank: int, led
     return environment
 
 
-def _ranks(prefix: str, world_size: int, rank: int) -> dict[str, str]:
+def _ranks(prefix: str, run: SharedByHosts, rank: int) -> dict[str, str]:
     return {
         f"{prefix}RANK": str(rank),
-        f"{prefix}WORLD_SIZE": str(world_size),
-        f"{prefix}LOCAL_RANK": "0",
-        f"{prefix}LOCAL_WORLD_SIZE": "1",
+        f"{prefix}WORLD_SIZE": str(run.world_size),
+        f"{prefix}LOCAL_RANK": str(rank % run.workers),
+        f"{prefix}LOCAL_WORLD_SIZE": str(run.workers),
     }

@@ -150,24 +150,29 @@ class Lab:
         argv: Sequence[str],
         env: Mapping[str, str] | None = None,
         *,
+        workers: int = 1,
         coordinator: bool = True,
         sink: Sink | None = None,
     ) -> LabJob:
-        """Start the command on every host, one rank each, with the variables of a job. `env` goes on top.
+        """Start the command `workers` times on every host, as ranks of one job, with its variables. `env` goes on top.
 
         Without a coordinator stretto's workers cannot meet; torch's own can.
         """
         _check_argv(argv)
+        _check_workers(workers)
         self._jobs += 1
         port = _FIRST_MASTER_PORT + self._jobs % 1000  # a job before this one may not have let go of its port
         secret = secrets.token_hex(32)
-        service, rendezvous = self._start_coordinator(secret) if coordinator else (None, None)
-        run = SharedByHosts(world_size=self.hosts, rendezvous=rendezvous, secret=secret, encrypt=self.encrypt, master_port=port)
+        world_size = self.hosts * workers
+        service, rendezvous = self._start_coordinator(secret, world_size) if coordinator else (None, None)
+        run = SharedByHosts(
+            world_size=world_size, workers=workers, rendezvous=rendezvous, secret=secret, encrypt=self.encrypt, master_port=port
+        )
         job = LabJob(self, service)
-        for host in range(self.hosts):
-            ledger = self._place.ledger / f"{self._jobs}-{host}.json"
-            variables = host_environment(self._environ, run, host, str(ledger)) | dict(env or {})
-            job.processes.append(self._spawn(host, argv, variables, sink=sink))
+        for rank in range(world_size):
+            ledger = self._place.ledger / f"{self._jobs}-{rank}.json"
+            variables = host_environment(self._environ, run, rank, str(ledger)) | dict(env or {})
+            job.processes.append(self._spawn(rank // workers, argv, variables, sink=sink, number=rank))
             job.ledger_files.append(ledger)
         return job
 
@@ -177,15 +182,16 @@ class Lab:
         timeout_s: float,
         env: Mapping[str, str] | None = None,
         *,
+        workers: int = 1,
         coordinator: bool = True,
         keep_going: bool = False,
     ) -> list[Result]:
-        """SharedByHosts the command on every host to its end. When one fails the others are ended too, unless `keep_going`."""
-        return self.start(argv, env, coordinator=coordinator).wait(timeout_s, keep_going=keep_going)
+        """Run the command on every host to its end. When one fails the others are ended too, unless `keep_going`."""
+        return self.start(argv, env, workers=workers, coordinator=coordinator).wait(timeout_s, keep_going=keep_going)
 
-    def _start_coordinator(self, secret: str) -> tuple[LabProcess, str]:
+    def _start_coordinator(self, secret: str, world_size: int) -> tuple[LabProcess, str]:
         reading, writing = os.pipe()
-        argv = coordinator_process.argv(f"{address(0)}:0", self.hosts, 3, encrypted=self.encrypt)
+        argv = coordinator_process.argv(f"{address(0)}:0", world_size, 3, encrypted=self.encrypt)
         environment = coordinator_process.environment(bytes.fromhex(secret), self._environ)
         try:
             process = self._spawn(0, argv, environment, directory="/", extra=[writing], service=True)
@@ -209,6 +215,7 @@ class Lab:
         extra: Sequence[int] = (),
         service: bool = False,
         sink: Sink | None = None,
+        number: int | None = None,
     ) -> LabProcess:
         self._check(host)
         _check_argv(argv)
@@ -220,7 +227,8 @@ class Lab:
         file = messages.write_command(command)
         try:
             request = messages.Spawn(host, service)
-            return self._link.start(host, request, lambda output: [file, output, *extra], sink)
+            number = host if number is None else number
+            return self._link.start(host, request, lambda output: [file, output, *extra], sink, number)
         finally:
             os.close(file)
 
@@ -264,17 +272,17 @@ class Lab:
 
 
 class LabJob:
-    """One command running on every host."""
+    """One command running on every host, once or several times: `processes[rank]`."""
 
     def __init__(self, lab: Lab, coordinator: LabProcess | None) -> None:
         self.processes: list[LabProcess] = []
         self.ledger_files: list[Path] = []
-        self.first_failure: int | None = None  # the host that failed first, once `wait` has seen it
+        self.first_failure: int | None = None  # the rank that failed first, once `wait` has seen it
         self._lab = lab
         self._coordinator = coordinator
 
     def wait(self, timeout_s: float | None = None, *, keep_going: bool = False) -> list[Result]:
-        """How each host's command ended. None waits as long as the commands run.
+        """How each command ended, by rank. None waits as long as the commands run.
 
         When one fails the others are ended within 5 s, unless `keep_going`. When the time is over all are ended and
         `JobError` shows what they had written.
@@ -316,10 +324,10 @@ class LabJob:
 
     def _failed(self) -> int | None:
         failed = [each for each in self.processes if each.returncode not in (None, 0)]
-        return min(failed, key=lambda each: each.ended_at).host if failed else None
+        return min(failed, key=lambda each: each.ended_at).number if failed else None
 
     def _late(self, timeout_s: float) -> str:
-        said = "\n".join(f"--- host {each.host}:\n{each.output[-2000:].rstrip()}" for each in self.processes)
+        said = "\n".join(f"--- host {each.host}, rank {each.number}:\n{each.output[-2000:].rstrip()}" for each in self.processes)
         return f"the command did not end on every host within {timeout_s:g} s, and was ended. It had written:\n{said}"
 
 
@@ -341,6 +349,13 @@ def _check_hosts(hosts: int) -> None:
         raise ConfigurationError(
             f"hosts={hosts}: a lab has from 1 to {MAX_HOSTS} hosts, as many as 10.81.0.0/24 has addresses.\n"
             f"Write for instance hosts=4."
+        )
+
+
+def _check_workers(workers: int) -> None:
+    if workers < 1:
+        raise ConfigurationError(
+            f"workers={workers}: a host of a lab runs the command once or more. Write for instance workers=2."
         )
 
 

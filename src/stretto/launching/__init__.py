@@ -1,4 +1,4 @@
-"""Who is here: how the workers of a job are started, found, introduced to each other and told apart from strangers.
+"""How the workers of a job are started, found, introduced to each other and told apart from strangers.
 
     detect         the environment of this process -> Launch: my rank, how many we are, where the rendezvous is
     rendezvous     under torchrun, Slurm and MPI: rank 0 starts the coordinator, all learn its address and the secret
@@ -8,8 +8,8 @@
     secret, zap    one secret per job, the keys made from it, and the handler that refuses whoever does not know it;
                    refusals tells who was turned away, doorstep bounds how many may try at once, monitor reads ZeroMQ's
                    reports about both
-    launch         `stretto run`: launch_plan (what was asked for), supervisor, processes and orphans (nobody is left behind),
-                   stop_signals (who wants it to end), output (whose line is it), launch_report (whose fault was it)
+    launch         `stretto run`: launch_plan (what was asked for), supervisor, processes and orphans (nothing is left behind),
+                   stop_signals (requests to end), output (each worker's lines), launch_report (which worker failed first)
     spawn          `stretto.launch`: a job inside a program; spawn_guard ends what its workers leave behind
     ledger_file    where a worker leaves the count of bytes it has sent
     doctor         what to paste into a bug report

@@ -1,4 +1,4 @@
-"""Who failed first, and the last words of that worker: what a person needs on the last screenful of a failed job.
+"""Which worker failed first, and its last words: what a person needs on the last screenful of a failed job.
 
 One worker's failure makes its peers fail with errors that name it (`PeerLost`, `WireTimeout`, `FrameError`, `BackwardFailed`,
 the `JobError` about a worker that ended before all had met), often before the culprit itself has ended (Python may take a second
@@ -78,7 +78,7 @@ class Lost:
 
 
 def culprit(failures: Sequence[Failure]) -> Failure | Lost:
-    """Whom to show, of failures in the order in which the workers ended."""
+    """The failure to show, given all of them in the order in which the workers ended."""
     for failure in failures:
         if failure.accused is None:
             return failure

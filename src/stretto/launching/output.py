@@ -79,7 +79,7 @@ class Lines:
         return self._dress(text + b"\n") if text else b""
 
     def _latest(self, rest: bytes) -> bytes:
-        """Of an unfinished line that was redrawn, only the last drawing matters (a final \\r may belong to \\r\\n)."""
+        """The last drawing of an unfinished line, the only one that matters (a final \\r may belong to \\r\\n)."""
         drawings = rest[:-1].rpartition(b"\r")
         return drawings[2] + rest[-1:] if drawings[1] else rest
 

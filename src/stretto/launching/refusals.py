@@ -1,4 +1,4 @@
-"""Who was turned away at a server's door before it could say a word, and why.
+"""Which clients a server turned away before they could say a word, and why.
 
 A worker with another secret must be told apart from one that never came, or its peers wait for it in vain without a hint.
 ZeroMQ's monitor reports what happens to each connection, in this order:

@@ -308,7 +308,7 @@ def _next(
             if known:
                 return known[0].rank, _died(known[0])
             ended_before = {worker.rank for worker in silent}
-            if time.monotonic() >= limit and not silent:  # who ended just now is asked once more
+            if time.monotonic() >= limit and not silent:  # a worker that has ended just now is asked once more
                 return None
             continue
         if rank not in heard:

@@ -1,4 +1,4 @@
-"""What the kernels of few bits have in common: packing, magnitudes, sums, and the random numbers of `testing/diagrams.py`.
+"""What the kernels of few bits have in common: packing, magnitudes, sums, and the random numbers of `draw.py`.
 
 All of it works on a piece of a block that lies in the first cache: at most `PIECE` values, a multiple of 8, so that pieces of any
 width end with a byte. LLVM makes vector code of these loops because they run over slices (an index that may be negative stops

@@ -1,4 +1,4 @@
-"""`testing/diagrams.py` for CPU kernels: the same 32-bit numbers, one at a time.
+"""`draw.py` for CPU kernels: the same 32-bit numbers, one at a time.
 
 Every step is cast back to uint32: Numba widens the result of an operation to 64 bits, and then loops vectorise half as well.
 """

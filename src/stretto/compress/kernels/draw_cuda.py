@@ -1,4 +1,4 @@
-"""Random numbers on a GPU: the same 32-bit hash as `testing/diagrams.py`, inside other kernels."""
+"""Random numbers on a GPU: the same 32-bit hash as `draw.py`, inside other kernels."""
 
 # What Triton compiles has no types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
