@@ -158,7 +158,8 @@ class TcpWire(TcpMeeting):
             if descriptor == wake:
                 with contextlib.suppress(BlockingIOError):
                     self._far.recv(4096)
-                self._look_at_the_door()
+                if self._accept_later:
+                    self._look_at_the_door()
                 continue
             connection = self._by_descriptor.get(descriptor)
             if connection is not None and event & ~select.POLLOUT:

@@ -87,8 +87,10 @@ class TcpMeeting(FramedWire):
                 continue
             if life in missing:
                 self._adopt(missing.pop(life), mine, connection)
-            else:
+            elif self._accept_later:
                 self._let_wait(life, connection)
+            else:
+                connection.close()
 
     def _adopt(self, peer: Peer, mine: Peer, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -118,7 +120,7 @@ class TcpMeeting(FramedWire):
     # -- newcomers ----------------------------------------------------------------------------------------------------
 
     def _let_wait(self, life: Life, connection: socket.socket) -> None:
-        """A worker of this job that nobody has admitted yet, or one of another life, whom nobody ever will."""
+        """A worker that knows the secret and has not been admitted (yet): one that is joining, or a former life of a member."""
         before = self._newcomers.pop(life, None)
         self._newcomers[life] = connection
         if before is None and len(self._newcomers) > MAX_STRANGERS:
