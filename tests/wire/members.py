@@ -212,9 +212,14 @@ class MembersContract:
             successor = self.let_in(members[:1], 1, 1)
             assert [error.rank for error in lost] == [1] and "took its place in generation 1" in str(lost[0])
             exchange(members[0], successor, number=1)
-            members[1].wire.abandon()
+            send(members[1].wire, 0, TAG, b"of old")  # the former life has missed nothing either, and speaks on
+            members[1].wire.post(0, TOPIC, b"of old")
             exchange(members[0], successor, number=2)
-            assert len(lost) == 1
+            members[1].wire.abandon()
+            exchange(members[0], successor, number=3)
+            handle, arrived = receive(members[0].wire, 1, TAG, 5)
+            self._finish(handle, send(successor.wire, 0, TAG, b"fresh"), members[0], successor)
+            assert arrived == [b"fresh"] and len(lost) == 1
             self.close_all([members[0], successor])
 
     def test_what_makes_no_sense_is_refused(self) -> None:
