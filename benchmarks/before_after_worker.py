@@ -46,7 +46,15 @@ def an_all_reduce(num_bytes: str) -> Action:
     return lambda: stretto.all_reduce(tensor)
 
 
-MAKERS: dict[str, Callable[[str], Action]] = {"step": a_step, "all-reduce": an_all_reduce}
+def in_pairs(num_bytes: str) -> Action:
+    """For `groups.py`: workers 0 and 1, 2 and 3, ... each among themselves."""
+    tensor = torch.ones(int(num_bytes) // 4)
+    pair = stretto.split(stretto.rank() // 2)
+    assert pair is not None
+    return lambda: stretto.all_reduce(tensor, algorithm="ring", group=pair)
+
+
+MAKERS: dict[str, Callable[[str], Action]] = {"step": a_step, "all-reduce": an_all_reduce, "pairs": in_pairs}
 
 
 def main(path: str) -> None:

@@ -48,11 +48,7 @@ GROUPS = (
         "[Training](training.md), [other libraries](libraries.md), [large batches](large_batches.md).",
         ("stretto.distributing", "stretto.sync_batch_norm", "stretto.optim"),
     ),
-    Group(
-        "Collectives",
-        "[The algorithms](collectives.md).",
-        names=("all_reduce", "broadcast", "all_gather", "gather_object", "barrier"),
-    ),
+    Group("Collectives", "[Groups, and the algorithms](collectives.md).", ("stretto.collective_api", "stretto.collectives")),
     Group("Data", "[Checkpoints and data](checkpoints.md).", ("stretto.sampler",)),
     Group("Checkpoints", "[Checkpoints and data](checkpoints.md).", ("stretto.checkpoint",)),
     Group(
@@ -124,12 +120,14 @@ def about(value: Any) -> str:
 
 
 def methods(value: Any) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties that a class of ours defines and describes itself. Nobody calls those of an optimizer."""
+    """The public methods and properties that a class of ours defines and describes itself; of a class with `__public__`, those in
+    it. Nobody calls those of an optimizer."""
     if not inspect.isclass(value) or issubclass(value, Optimizer):
         return
     for name, member in vars(value).items():
         function = getattr(member, "__func__", getattr(member, "fget", member))
-        if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
+        shown = name in getattr(value, "__public__", (name,)) and not name.startswith("_")
+        if shown and inspect.isfunction(function) and function.__doc__:
             yield name, member if isinstance(member, property) else function
 
 
@@ -143,6 +141,8 @@ def _is_own_function(value: Any, module: Any) -> bool:
 def call(name: str, value: Any) -> str:
     """How it is written: the name, with its parameters if they are ours to say."""
     if isinstance(value, property) or (inspect.isclass(value) and not _is_ours(value.__init__)):
+        return name
+    if hasattr(value, "__public__"):  # users do not make it themselves
         return name
     signature = inspect.signature(value)
     shown, before = [], None

@@ -17,7 +17,7 @@ import stretto
 from compress.together import Workers
 from laws.strategies import COMPRESSIONS
 from stretto.collectives.reduction import Accumulator
-from stretto.collectives.run import Run
+from stretto.collectives.run import CollectiveRun
 from stretto.compress.codec import Compression
 from stretto.distributing import distribute
 from stretto.errors import ConfigurationError, WireError
@@ -215,7 +215,7 @@ def test_something_unforeseen_ends_one_collective_on_all_ranks_and_not_the_threa
     """On rank 1, which has begun before the others: it adds what arrives, and sends it on, when they come."""
     has_begun = threading.Event()
     raised: list[str] = []
-    methods = {"begins": (Accumulator, "__init__"), "adds": (Accumulator, "combine"), "sends": (Run, "send")}
+    methods = {"begins": (Accumulator, "__init__"), "adds": (Accumulator, "combine"), "sends": (CollectiveRun, "send")}
 
     def watched(name: str, method: Any) -> Any:
         def call(self: Any, *arguments: Any, **options: Any) -> Any:

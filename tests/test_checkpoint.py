@@ -26,8 +26,9 @@ from torch import nn
 import stretto
 from preloaded import Preloaded
 from resumable_training import RING, Net, Training
-from stretto import checkpoint, checkpoint_file, plain_values, random_state, session
+from stretto import checkpoint, checkpoint_file, plain_values, random_state
 from stretto.checkpoint import load, save
+from stretto.collectives import calls
 from stretto.distributing import distribute, weight
 from stretto.errors import CheckpointError, ConfigurationError
 from stretto.job import Job
@@ -516,7 +517,7 @@ class Measured(nn.Module):
 @pytest.mark.parametrize("size", [1, 3])
 def test_local_buffers_of_any_size_and_dtype_are_saved(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They travel as tensors: what `gather_object` carries has a limit, of 64 MB, which here is 100 KB."""
-    monkeypatch.setattr(session, "MAX_OBJECT_BYTES", 100_000)
+    monkeypatch.setattr(calls, "MAX_OBJECT_BYTES", 100_000)
     path = tmp_path / "c.pt"
 
     def program(job: Job) -> None:

@@ -15,9 +15,10 @@ import torch
 
 import stretto
 import stretto.testing
+from stretto.collectives.calls import LARGE_BYTES
 from stretto.collectives.plan import Kind
 from stretto.errors import ConfigurationError, PeerLost, RankMismatch
-from stretto.job import LARGE_BYTES, Job, join, was_made
+from stretto.job import Job, join, was_made
 from stretto.launching.detect import Launch
 from stretto.launching.membership import Peer
 from stretto.plan.choose import Choices, Trial
@@ -291,8 +292,8 @@ def test_rank_0_decides_what_auto_takes_however_others_have_measured(monkeypatch
     def choose(*_: Any) -> Choices:
         return Choices([1 << stretto.rank()], ["ring", ("direct", "butterfly", "chain")[stretto.rank()]], link)
 
-    monkeypatch.setattr("stretto.job.trials", trials)
-    monkeypatch.setattr("stretto.job.choose", choose)
+    monkeypatch.setattr("stretto.plan.auto.trials", trials)
+    monkeypatch.setattr("stretto.plan.auto.choose", choose)
 
     def program(job: Job) -> Choices | None:
         assert job.all_reduce(torch.ones(100), "sum").tolist() == [3.0] * 100

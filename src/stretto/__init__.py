@@ -11,13 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stretto import recipes as recipes
     from stretto.aggregate.all_reduce import AllReduce as AllReduce
-    from stretto.api import all_gather as all_gather
-    from stretto.api import all_reduce as all_reduce
-    from stretto.api import barrier as barrier
-    from stretto.api import broadcast as broadcast
+    from stretto.aggregate.hierarchy import Hierarchy as Hierarchy
     from stretto.api import current_job as current_job
     from stretto.api import device as device
-    from stretto.api import gather_object as gather_object
     from stretto.api import init as init
     from stretto.api import is_initialized as is_initialized
     from stretto.api import local_rank as local_rank
@@ -29,6 +25,34 @@ if TYPE_CHECKING:
     from stretto.checkpoint import Resumed as Resumed
     from stretto.checkpoint import load as load
     from stretto.checkpoint import save as save
+    from stretto.collective_api import all_gather as all_gather
+    from stretto.collective_api import all_reduce as all_reduce
+    from stretto.collective_api import all_to_all as all_to_all
+    from stretto.collective_api import barrier as barrier
+    from stretto.collective_api import broadcast as broadcast
+    from stretto.collective_api import gather as gather
+    from stretto.collective_api import gather_object as gather_object
+    from stretto.collective_api import group as group
+    from stretto.collective_api import recv as recv
+    from stretto.collective_api import reduce as reduce
+    from stretto.collective_api import reduce_scatter as reduce_scatter
+    from stretto.collective_api import scatter as scatter
+    from stretto.collective_api import send as send
+    from stretto.collective_api import split as split
+    from stretto.collective_api import start_all_gather as start_all_gather
+    from stretto.collective_api import start_all_reduce as start_all_reduce
+    from stretto.collective_api import start_all_to_all as start_all_to_all
+    from stretto.collective_api import start_barrier as start_barrier
+    from stretto.collective_api import start_broadcast as start_broadcast
+    from stretto.collective_api import start_gather as start_gather
+    from stretto.collective_api import start_recv as start_recv
+    from stretto.collective_api import start_reduce as start_reduce
+    from stretto.collective_api import start_reduce_scatter as start_reduce_scatter
+    from stretto.collective_api import start_scatter as start_scatter
+    from stretto.collective_api import start_send as start_send
+    from stretto.collective_api import world as world
+    from stretto.collectives.group import Group as Group
+    from stretto.collectives.started import Started as Started
     from stretto.compress.bfloat16 import BFloat16 as BFloat16
     from stretto.compress.by_parameter import ByParameter as ByParameter
     from stretto.compress.demo import DeMo as DeMo
@@ -90,11 +114,19 @@ __version__ = "0.1.0"
 
 _HOME = {
     "stretto.api": (
-        "all_gather", "all_reduce", "barrier", "broadcast", "current_job", "device", "gather_object", "init",
-        "is_initialized", "local_rank", "main_first", "print", "rank", "shutdown", "world_size",
+        "current_job", "device", "init", "is_initialized", "local_rank", "main_first", "print", "rank", "shutdown", "world_size",
     ),
     "stretto.aggregate.all_reduce": ("AllReduce",),
+    "stretto.aggregate.hierarchy": ("Hierarchy",),
     "stretto.checkpoint": ("Resumed", "load", "save"),
+    "stretto.collective_api": (
+        "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "gather_object", "group", "recv",
+        "reduce", "reduce_scatter", "scatter", "send", "split", "start_all_gather", "start_all_reduce", "start_all_to_all",
+        "start_barrier", "start_broadcast", "start_gather", "start_recv", "start_reduce", "start_reduce_scatter",
+        "start_scatter", "start_send", "world",
+    ),
+    "stretto.collectives.group": ("Group",),
+    "stretto.collectives.started": ("Started",),
     "stretto.compress.bfloat16": ("BFloat16",),
     "stretto.compress.by_parameter": ("ByParameter",),
     "stretto.compress.demo": ("DeMo",),

@@ -1,4 +1,4 @@
-"""The public functions: join the job, ask who we are, move tensors.
+"""The public functions about the job: join it, ask who we are, leave. Those that move tensors are in `collective_api.py`.
 
 A process is in one job, the one that `init` joined: it is the same in all threads. A context variable overrides it where several
 ranks live in one process, each in a thread (`stretto.testing`). A forked child finds its parent's job and may ask who it is; to
@@ -15,12 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from multiprocessing.util import Finalize
-from typing import Any, Literal, TextIO, overload
+from typing import Literal, TextIO
 
 import torch
 
-from stretto.collectives.admission import Number, as_before, as_number, as_tensor
-from stretto.collectives.reduction import Op
 from stretto.errors import ConfigurationError
 from stretto.job import Job, WireName, check_wire, join
 from stretto.launching.detect import detect_here
@@ -157,52 +155,6 @@ def world_size() -> int:
 def device() -> torch.device:
     """The device for this worker: its GPU by local rank, or the CPU."""
     return current_job().device
-
-
-@overload
-def all_reduce(tensor: torch.Tensor, op: Op = "mean", algorithm: Algorithm = "auto") -> torch.Tensor: ...
-@overload
-def all_reduce(tensor: Number, op: Op = "mean", algorithm: Algorithm = "auto") -> Number: ...
-def all_reduce(tensor: torch.Tensor | Number, op: Op = "mean", algorithm: Algorithm = "auto") -> torch.Tensor | Number:
-    """Replace `tensor`, in place, by its mean (sum, min, max, product) over all workers; returns it. All end with the same bits.
-
-    Every worker must call it with a tensor of the same length and dtype. CPU or CUDA, contiguous or not. If autograd needs the
-    old values for a backward, that raises: give a copy, `tensor.detach().clone()`. Of a number the result is a number.
-    """
-    job = current_job()
-    if isinstance(tensor, torch.Tensor):
-        return job.all_reduce(tensor, op, algorithm)
-    number = as_number("all_reduce", tensor)
-    return as_before(job.all_reduce(as_tensor(number, op), op, algorithm), number, op)
-
-
-@overload
-def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor: ...
-@overload
-def broadcast(tensor: Number, root: int = 0) -> Number: ...
-def broadcast(tensor: torch.Tensor | Number, root: int = 0) -> torch.Tensor | Number:
-    """Replace `tensor`, in place, by the one of rank `root`; returns it. Of numbers, it returns that of rank `root`."""
-    job = current_job()
-    if isinstance(tensor, torch.Tensor):
-        return job.broadcast(tensor, root)
-    job.check_rank(root, "root")
-    numbers: list[Number] = job.gather_object(as_number("broadcast", tensor))  # of any kind: rank 0's may be 0.5, others' 0
-    return numbers[root]
-
-
-def all_gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Every worker's tensor, stacked by rank: shape (world_size, *tensor.shape). All must have the same shape."""
-    return current_job().all_gather(tensor)
-
-
-def gather_object(value: Any) -> list[Any]:
-    """Every worker's value by rank, on every worker: anything made of None, bool, int, float, str, bytes, list and dict."""
-    return current_job().gather_object(value)
-
-
-def barrier() -> None:
-    """Return when every worker has called it."""
-    current_job().barrier()
 
 
 def print(

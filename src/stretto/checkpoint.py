@@ -45,9 +45,10 @@ from torch.optim import Optimizer
 import stretto
 from stretto import checkpoint_file, plain_values, random_state
 from stretto.distributing import as_tuple, engine_of
-from stretto.engine import memory
 from stretto.engine.engine import Engine
+from stretto.engine.optimizer_state_entry import ENTRY
 from stretto.engine.state import kinds, load_exactly, put_together, take_apart
+from stretto.engine.training import TrainingState
 from stretto.errors import CheckpointError, ConfigurationError, StrettoError
 from stretto.job import Job
 from stretto.plan.choose import Choices
@@ -191,7 +192,7 @@ def _one_or_all(states: list[Any]) -> Any:
 
 
 def _state_of(optimizer: Optimizer) -> dict[str, Any]:
-    return {key: value for key, value in optimizer.state_dict().items() if key != memory.ENTRY}
+    return {key: value for key, value in optimizer.state_dict().items() if key != ENTRY}
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
@@ -229,7 +230,8 @@ def _collect_tensors(engine: Engine) -> list[dict[str, Any]]:
     job = engine.job
     tensors: list[Tensor] = []
     buffers = {} if engine.broadcast_buffers else _buffers(engine.model)
-    skeletons = job.gather_object(take_apart({"buffers": buffers, "own": engine.memory()[0]}, tensors))
+    state = engine.training.state()
+    skeletons = job.gather_object(take_apart({"buffers": buffers, "own": {} if state is None else state.own}, tensors))
     out: list[dict[str, Any]] = []
     for rank, skeleton in enumerate(skeletons):
         found = [_sent_to_rank_0(job, tensors, rank, number, kind) for number, kind in enumerate(kinds(skeleton))]
@@ -278,11 +280,10 @@ def _stretto_entry(engine: Engine, sampler: Sampler | None, everybody: list[dict
 
 
 def _compress_entry(engine: Engine) -> dict[str, Any] | None:
-    compress = engine.strategy.compress
-    if compress.lossless:
+    if (state := engine.training.state()) is None:
         return None
-    shared = {name: {kind: value.cpu() for kind, value in kinds.items()} for name, kinds in engine.memory()[1].items()}
-    return {"text": repr(compress), "rounds": engine.compressed_rounds, "shared": shared}
+    shared = {name: {kind: value.cpu() for kind, value in kinds.items()} for name, kinds in state.shared.items()}
+    return {"text": state.text, "rounds": state.rounds, "shared": shared}
 
 
 def _layout(engine: Engine) -> list[list[str]]:
@@ -405,11 +406,12 @@ def _optimizer_difference(optimizers: Sequence[Optimizer], content: dict[str, An
 
 
 def _memory_difference(engine: Engine, entry: dict[str, Any]) -> str | None:
-    """Of what compressions remember, if it is of the compression used here: else it is left out anyway."""
-    if entry["compress"] is None or entry["compress"]["text"] != repr(engine.strategy.compress):
+    """What in a saved state of this very way of training cannot belong to this model. Any other state is left out anyway."""
+    state = engine.training.state()
+    if state is None or entry["compress"] is None or entry["compress"]["text"] != state.text:
         return None
     exported = [entry["compress"]["shared"], *(worker["own"] for worker in entry["ranks"])]
-    return next((problem for one in exported if (problem := memory.check(one, engine.buckets)) is not None), None)
+    return next((problem for one in exported if (problem := engine.training.check_state(one)) is not None), None)
 
 
 def _apply(content: dict[str, Any], engine: Engine, sampler: Sampler | None) -> Resumed:
@@ -461,18 +463,19 @@ def _apply_choices(entry: dict[str, Any], job: Job) -> _Found:
 
 def _apply_memory(entry: dict[str, Any], engine: Engine) -> _Found:
     """What compressions remember. With another number of workers each takes the mean of what all had: it still gets said."""
-    saved, compress = entry["compress"], engine.strategy.compress
-    if compress.lossless:
+    saved, now = entry["compress"], engine.training.state()
+    if now is None:
+        compress = engine.strategy.compress
         return _Found() if saved is None else _Found(lost=[f"what compress={saved['text']} remembered (now {compress!r})"])
-    if saved is None or saved["text"] != repr(compress):
+    if saved is None or saved["text"] != now.text:
         then = "nothing was compressed" if saved is None else f"then compress={saved['text']}"
-        return _Found(lost=[f"what compress={compress!r} remembers begins anew ({then})"])
+        return _Found(lost=[f"what compress={now.text} remembers begins anew ({then})"])
     everybody = [worker["own"] for worker in entry["ranks"]]
     same = entry["world_size"] == engine.job.world_size
-    own = deepcopy(everybody[engine.job.rank]) if same else memory.mean_of(everybody, engine.job.world_size)
-    engine.load_memory(own, deepcopy(saved["shared"]), saved["rounds"])
+    own = deepcopy(everybody[engine.job.rank]) if same else engine.training.shared_out(everybody)
+    engine.training.load_state(TrainingState(saved["text"], saved["rounds"], own, deepcopy(saved["shared"])))
     how = "" if same else f", of {entry['world_size']} workers as their mean"
-    return _Found(carried=[f"what compress={compress!r} remembers{how}"])
+    return _Found(carried=[f"what compress={now.text} remembers{how}"])
 
 
 def _changes(entry: dict[str, Any], engine: Engine) -> list[str]:

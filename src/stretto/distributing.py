@@ -15,18 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.api import current_job
-from stretto.engine.admission import (
-    check,
-    check_compression,
-    check_model,
-    check_world,
-    unwrapped,
-    warn_of_lost_gradients,
-    wrappings,
-)
+from stretto.engine.admission import check, check_model, check_world, unwrapped, wrappings
 from stretto.engine.agreement import admit, agree
 from stretto.engine.engine import Engine
-from stretto.engine.keeping import keep_with
+from stretto.engine.optimizer_state_entry import keep_with
 from stretto.engine.state import copy_model, copy_optimizer, copy_scaler, share_optimizer
 from stretto.engine.stepping import decides_by_loss
 from stretto.errors import ConfigurationError
@@ -74,11 +66,15 @@ def distribute(
     optimizers = as_tuple(optimizer)
     try:
         chosen = parse(strategy) if isinstance(strategy, str) else strategy or chosen
-        check(model, optimizers, chosen, buffers, check_finite, scaler)
+        if not isinstance(chosen, Strategy):
+            raise ConfigurationError(
+                f"strategy={chosen!r}: write a Strategy(...), a recipe such as stretto.recipes.ddp(), or the text of one."
+            )
+        check(model, optimizers, buffers, check_finite, scaler)
         check_model(model, optimizers, job)
-        check_compression(unwrapped(model), optimizers, chosen)
+        chosen.training.check(unwrapped(model), optimizers, chosen, job)
         if job.world_size > 1:
-            check_world(model, chosen, job)
+            check_world(model)
     except ConfigurationError as refused:
         problem = refused
     admit(job, problem)
@@ -88,10 +84,6 @@ def distribute(
         copy_model(job, model)
         for each in optimizers:
             share_optimizer(job, each)
-        if chosen.aggregate.algorithm == "auto":
-            job.choose(0, "distribute()")
-    if job.rank == 0:
-        warn_of_lost_gradients(unwrapped(model), chosen.compress)
     former = find_engine(model)
     if former is not None:
         release(model)
@@ -101,8 +93,9 @@ def distribute(
     _attach(engine)
     if former is not None and former.job is job:
         engine.loop.backwards |= former.loop.backwards  # what was accumulated is still in p.grad, and still to be combined
-        if former.strategy.compress == chosen.compress:
-            engine.load_memory(*former.memory(), former.compressed_rounds)
+        before, now = former.training.state(), engine.training.state()
+        if before is not None and now is not None and before.text == now.text:
+            engine.training.load_state(before)
     return model, optimizer
 
 
@@ -111,7 +104,7 @@ def _attach(engine: Engine) -> None:
     job, model = engine.job, engine.called
     if job.tracer is not None:
         engine.attached += trace_compute(job.tracer, model, engine.loop.optimizers)
-    if not engine.strategy.compress.lossless:
+    if engine.training.state() is not None:
         engine.attached += keep_with(engine.loop.optimizers[0], engine)
     job.engines.add(engine)
     for each in wrappings(model):
@@ -196,14 +189,14 @@ def join(*models: nn.Module) -> Iterator[None]:
     engines = [engine_of(model) for model in models]
     _check_join(engines)
     for engine in engines:
-        engine.joining = True
+        engine.loop.joining = True
     try:
         yield
         for engine in engines:
             engine.flush()
     finally:
         for engine in engines:
-            engine.joining = False
+            engine.loop.joining = False
     if engines[0].job.world_size > 1:
         _catch_up(engines)
 
@@ -220,11 +213,9 @@ def _check_join(engines: list[Engine]) -> None:
                 "join with LBFGS: a step of it makes as many rounds as its line search needs, and a worker without data cannot "
                 "know how many.\nGive all workers as many batches (Sampler(..., drop_last=True)) and leave join out."
             )
-        if (reason := engine.strategy.compress.no_abstention) is not None:
+        if (reason := engine.training.no_join) is not None:
             raise ConfigurationError(
-                f"join with compress={engine.strategy.compress!r}: {reason}.\n"
-                f"Give all workers as many batches (Sampler(..., drop_last=True)) and leave join out; or use "
-                f"ErrorFeedback(Sign())."
+                f"join with {reason}.\nGive all workers as many batches (Sampler(..., drop_last=True)) and leave join out."
             )
     if any(other.joining for engine in engines for other in engine.job.engines):
         raise ConfigurationError(

@@ -1,6 +1,6 @@
 """Strategy: five questions about data-parallel training, answered by five small values.
 
-    aggregate   whose values are combined, and by whom?      AllReduce(algorithm)
+    aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer)
     sync        when?                                        Synchronous()
     compress    how is it written on the wire?               NoCompression(), Float16(), Int8(), ErrorFeedback(Sign()), ...
     schedule    in which order, and over what?               AfterBackward(), WaitFree(), Buckets(bytes)
@@ -12,11 +12,14 @@ names above and nothing else: a command line, a log line and a plan all speak th
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from stretto.aggregate.all_reduce import AllReduce
+from stretto.aggregate.all_reduce.training import SynchronousAllReduce
+from stretto.aggregate.hierarchy import Hierarchy
+from stretto.aggregate.hierarchy.training import SynchronousHierarchy
 from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.by_parameter import ByParameter
 from stretto.compress.codec import Compression
@@ -38,13 +41,15 @@ from stretto.compress.tern_grad import TernGrad
 from stretto.compress.threshold import Threshold
 from stretto.compress.top_k import TopK
 from stretto.compress.warm_up import WarmUp
+from stretto.engine.training import Setting, Training
 from stretto.errors import ConfigurationError
+from stretto.job import Job
 from stretto.schedule.orders import AfterBackward, Buckets, Schedule, WaitFree
 from stretto.shard.replicated import Replicated
 from stretto.sync.synchronous import Synchronous
 
 ANSWERS: dict[str, tuple[type, ...]] = {
-    "aggregate": (AllReduce,),
+    "aggregate": (AllReduce, Hierarchy),
     "sync": (Synchronous,),
     "compress": (
         NoCompression,
@@ -77,7 +82,7 @@ ANSWERS: dict[str, tuple[type, ...]] = {
 class Strategy:
     """How to train data-parallel. The default is synchronous all-reduce in buckets: exactly large-batch training."""
 
-    aggregate: AllReduce = field(default_factory=AllReduce)
+    aggregate: AllReduce | Hierarchy = field(default_factory=AllReduce)
     sync: Synchronous = field(default_factory=Synchronous)
     compress: Compression = field(default_factory=NoCompression)
     schedule: Schedule = field(default_factory=Buckets)
@@ -89,22 +94,47 @@ class Strategy:
             kinds = (Compression,) if axis.name == "compress" else ANSWERS[axis.name]  # a user's own codec is one too
             if not isinstance(value, kinds):
                 raise ConfigurationError(_wrong_answer(axis.name, value))
-        self._check_payloads()
-
-    def _check_payloads(self) -> None:
-        """Whether what the compression sends can be combined by the algorithm that was asked for."""
-        algorithm = self.aggregate.algorithm
-        reason = None if algorithm == "auto" else self.compress.refusal(algorithm)
-        if reason is not None:
-            raise ConfigurationError(
-                f"aggregate={self.aggregate!r} with compress={self.compress!r}: {reason}.\n"
-                f"Write aggregate=AllReduce(), which exchanges payloads in the way that suits them."
-            )
+        self.training.check_strategy(self)
 
     @property
-    def digest(self) -> str:
-        """The same on all ranks, or they are not doing the same."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+    def training(self) -> type[Training[Any]]:
+        """The way of training that these answers name. `compress` and `schedule` are its options."""
+        for way in WAYS:
+            if (
+                isinstance(self.aggregate, way.aggregate)
+                and isinstance(self.sync, way.sync)
+                and isinstance(self.shard, way.shard)
+            ):
+                return way.training
+        raise ConfigurationError(_no_way(self))
+
+    def bind(self, job: Job, setting: Setting) -> Training[Any]:
+        """Begin to train one model so, in one job. On all workers."""
+        return self.training(self, job, setting)
+
+
+class Way(NamedTuple):
+    """A combination of answers for which there is a Training, made by `training(strategy, job, setting)`."""
+
+    aggregate: type
+    sync: type
+    shard: type
+    training: Any  # type[Training[Any]], each with this constructor
+
+
+WAYS: tuple[Way, ...] = (
+    Way(AllReduce, Synchronous, Replicated, SynchronousAllReduce),
+    Way(Hierarchy, Synchronous, Replicated, SynchronousHierarchy),
+)
+
+
+def _no_way(strategy: Strategy) -> str:
+    asked = f"aggregate={strategy.aggregate!r}, sync={strategy.sync!r}, shard={strategy.shard!r}"
+    ways = "; ".join(f"aggregate={w.aggregate.__name__}, sync={w.sync.__name__}, shard={w.shard.__name__}" for w in WAYS)
+    return (
+        f"Strategy({asked}): each of them is an answer, but there is no way of training that combines the three.\n"
+        f"Write one of the combinations that exist: {ways}."
+    )
 
 
 def _wrong_answer(axis: str, value: object) -> str:

@@ -130,7 +130,9 @@ def expected(kind: Kind, size: int, length: int, rank: int, root: int) -> Iterat
         yield 0, length, total(size, length)
     elif kind is Kind.REDUCE_SCATTER:
         yield *own, total(size, length)[own[0] : own[1]]
-    elif kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL):
+    elif kind is Kind.SCATTER:
+        yield *own, integers(root, length)[own[0] : own[1]]
+    elif kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL) or (kind is Kind.GATHER and rank == root):
         for peer in range(size):
             start, stop = chunk_start(peer, length, size), chunk_start(peer + 1, length, size)
             there = own if kind is Kind.ALL_TO_ALL else (start, stop)

@@ -104,7 +104,9 @@ def expected(kind: Kind, data: list[Numbers], rank: int, root: int, scale: int) 
         yield own, total[own]
     elif kind is Kind.BROADCAST:
         yield whole, data[root]
-    elif kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL):
+    elif kind is Kind.SCATTER:
+        yield own, data[root][own]
+    elif kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL) or (kind is Kind.GATHER and rank == root):
         for peer in range(size):
             part = slice(chunk_start(peer, length, size), chunk_start(peer + 1, length, size))
             yield part, data[peer][own if kind is Kind.ALL_TO_ALL else part]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from collectives.ranks import Rank, integers
-from stretto.collectives import execute, inquiry
+from stretto.collectives import execute, failures, inquiry
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Outside
 from stretto.collectives.whereabouts import Whereabouts
@@ -433,12 +433,12 @@ def test_a_rank_that_does_not_answer_is_said_not_to() -> None:
 def test_what_was_begun_long_ago_still_counts_as_begun() -> None:
     def program(wire: VirtualWire) -> None:
         me = Rank(wire)
-        for _ in range(execute.HISTORY + 50):
+        for _ in range(failures.HISTORY + 50):
             me.barrier()
         communicator = me.communicator
-        assert communicator.has_begun((1, 0)) and communicator.has_begun((1, execute.HISTORY + 49))
-        assert not communicator.has_begun((1, execute.HISTORY + 50)) and not communicator.has_begun((2, 0))
-        assert communicator.belief((1, 0)) == "" != communicator.belief((1, execute.HISTORY))
+        assert communicator.has_begun((1, 0)) and communicator.has_begun((1, failures.HISTORY + 49))
+        assert not communicator.has_begun((1, failures.HISTORY + 50)) and not communicator.has_begun((2, 0))
+        assert communicator.belief((1, 0)) == "" != communicator.belief((1, failures.HISTORY))
 
     run_virtual(2, program, model=MODEL)
 

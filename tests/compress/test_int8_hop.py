@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from collectives.ranks import Rank, floats, run_ranks
 from stretto.collectives import catalogue
-from stretto.collectives.hop import Hop
+from stretto.collectives.message_codec import MessageCodec
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Request
 from stretto.compress import int8_hop
@@ -197,7 +197,7 @@ def test_any_bytes_are_decoded_to_finite_values_or_refused(noise: bytes) -> None
 
 
 def test_it_is_a_hop_that_ranks_can_compare() -> None:
-    hop: Hop = Int8Hop(64)
+    hop: MessageCodec = Int8Hop(64)
 
     assert hop == Int8Hop(64) != Int8Hop(65)
     assert len({Int8Hop(64), Int8Hop(64)}) == 1
@@ -222,7 +222,9 @@ def test_it_works_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 def all_reduce(me: Rank, algorithm: str, length: int) -> torch.Tensor:
     tensor, plan = floats(me.rank, length), catalogue.plan(Kind.ALL_REDUCE, algorithm, me.rank, me.size)
     me.sequences[me.channel] += 1
-    me.communicator.start(Request(plan, tensor, "sum", me.channel, me.sequences[me.channel], 1000, hop=Int8Hop(64))).wait()
+    me.communicator.start(
+        Request(plan, tensor, "sum", me.channel, me.sequences[me.channel], 1000, message_codec=Int8Hop(64))
+    ).wait()
     return tensor
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.worker import remembered
+from stretto.aggregate.all_reduce.compression_thread import CompressionThread
 from stretto.checkpoint import load, save
 from stretto.compress.by_parameter import ByParameter
 from stretto.compress.codec import Compression
@@ -27,7 +29,6 @@ from stretto.compress.sign import Sign
 from stretto.compress.state import SERVER
 from stretto.compress.top_k import TopK
 from stretto.distributing import distribute, engine_of, join, no_sync, weight
-from stretto.engine.lane import Lane
 from stretto.errors import BackwardFailed, ConfigurationError, FrameError, NonFiniteGradient, StrettoError
 from stretto.job import Job
 from stretto.plan.choose import Choices
@@ -71,7 +72,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def residuals(model: nn.Module) -> dict[str, Tensor]:
-    return {name: kinds[RESIDUAL] for name, kinds in engine_of(model).memory()[0].items() if RESIDUAL in kinds}
+    return {name: kinds[RESIDUAL] for name, kinds in remembered(model).own.items() if RESIDUAL in kinds}
 
 
 # -- what a loop does -------------------------------------------------------------------------------------------------
@@ -186,9 +187,9 @@ def test_parameters_frozen_and_unfrozen_keep_what_they_had(compress: Compression
             model[0].requires_grad_(number < 3 or number >= 6)
             model[2].requires_grad_(number >= 1)
             if number == 3:
-                before = engine_of(model).memory()[0]["0.weight"]
+                before = remembered(model).own["0.weight"]
             if number == 6:
-                after = engine_of(model).memory()[0]["0.weight"]
+                after = remembered(model).own["0.weight"]
             backward(model, batch(job, number))
             layouts.add(tuple(name for bucket in engine_of(model).buckets for name in bucket.names))
             optimizer.step()
@@ -218,11 +219,11 @@ def test_a_parameter_that_nobody_used_keeps_what_it_had(compress: Compression) -
         job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
         _, optimizer = distribute(model, sgd(model), Strategy(compress=compress), job=job)
         for number in range(5):
-            own, shared = (part.get("two.weight", {}) for part in engine_of(model).memory())
+            own, shared = (part.get("two.weight", {}) for part in remembered(model)[2:])
             model(batch(job, number), number % 2 == 0).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            for before, part in zip((own, shared), engine_of(model).memory(), strict=True):
+            for before, part in zip((own, shared), remembered(model)[2:], strict=True):
                 after = part.get("two.weight", {})
                 unchanged = all(torch.equal(before[kind], after[kind]) for kind in before)
                 assert unchanged or number % 2 == 0
@@ -325,7 +326,7 @@ def test_the_last_round_of_a_join_changes_nothing() -> None:
                 backward(model, batch(job, number))
                 optimizer.step()
                 optimizer.zero_grad()
-        return engine_of(model).compressed_rounds, True
+        return remembered(model).rounds, True
 
     assert run_jobs(3, program) == [(4, True)] * 3
 
@@ -376,7 +377,7 @@ def test_state_is_saved_as_the_parameter_is_shaped_however_it_lies(compress: Com
         sum((p * given[name]).sum() for name, p in model.named_parameters()).backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
-            left = engine_of(model).memory()[0][name][RESIDUAL]
+            left = remembered(model).own[name][RESIDUAL]
             assert torch.allclose(parameter.grad + left, given[name], atol=1e-5), name
 
     run_jobs(1, program)
@@ -393,7 +394,7 @@ def test_a_raw_error_in_an_exchange_leaves_no_trace() -> None:
         optimizer.step()
         optimizer.zero_grad()
         before = residuals(model)
-        buckets = [bucket for bucket in engine_of(model).buckets if bucket.state is not None]
+        buckets = [bucket for bucket in engine_of(model).training.buckets if bucket.state is not None]  # type: ignore[attr-defined]
         whole = [bucket.compression for bucket in buckets]
         for bucket in buckets:
             bucket.compression = ErrorFeedback(Broken(block=64))
@@ -441,7 +442,7 @@ def test_a_thread_ends_when_its_engine_is_closed() -> None:
         for _ in range(3):
             model, _ = begin(job)
             backward(model, batch(job, 0))
-            thread = engine_of(model)._compressing._lane._thread  # type: ignore[union-attr]
+            thread = engine_of(model).training._thread._thread  # type: ignore[attr-defined]
             engine_of(model).close()
             thread.join(10)
             assert not thread.is_alive()
@@ -457,7 +458,7 @@ def test_a_parameter_that_comes_after_one_bit_adams_warm_up_is_refused() -> None
             backward(model, batch(job, number))
             optimizer.step()
             optimizer.zero_grad()
-        engine_of(model)._forgotten = ({}, {})  # as if it had been frozen from the beginning
+        engine_of(model).training._remembered = ({}, {})  # type: ignore[attr-defined]  # as if it had been frozen from the beginning
         model[0].requires_grad_(True)
         with pytest.raises(ConfigurationError, match=r"0\.(weight|bias) wants a gradient after the warm-up"):
             model(batch(job, 3))
@@ -504,13 +505,13 @@ def test_another_number_of_workers_conserves_what_was_owed(compress: Compression
             optimizer.step()
             optimizer.zero_grad()
         save(tmp_path / "saved.pt", model, optimizer)
-        return engine_of(model).memory()[0]
+        return remembered(model).own
 
     def second(job: Job) -> dict[str, Any]:
         model, optimizer = begin(job, compress)
         resumed = load(tmp_path / "saved.pt", model, optimizer)
         assert any("as their mean" in line for line in resumed.carried)
-        out = engine_of(model).memory()[0]
+        out = remembered(model).own
         backward(model, batch(job, 9))
         optimizer.step()
         return out
@@ -667,7 +668,7 @@ def test_a_malformed_payload_names_its_sender() -> None:
         model = make()
         codec = Spoiled(block=64) if job.rank == 1 else Sign(block=64)
         distribute(model, sgd(model), Strategy(compress=Sign(block=64), schedule=AfterBackward()), job=job)
-        for bucket in engine_of(model).buckets:
+        for bucket in engine_of(model).training.buckets:  # type: ignore[attr-defined]
             if bucket.state is not None:
                 bucket.compression = codec
         with pytest.raises(FrameError) as caught:
@@ -681,12 +682,12 @@ def test_a_malformed_payload_names_its_sender() -> None:
 
 
 def test_an_exchange_that_raises_is_raised_where_it_is_waited_for() -> None:
-    def course() -> Any:
+    def under_way() -> Any:
         raise StrettoError("on purpose")
         yield
 
-    lane = Lane()
-    errand = lane.submit(course(), torch.device("cpu"))
+    thread = CompressionThread()
+    exchange = thread.submit(under_way(), torch.device("cpu"))
     with pytest.raises(StrettoError, match="on purpose"):
-        errand.wait()
-    lane.stop()
+        exchange.wait()
+    thread.stop()

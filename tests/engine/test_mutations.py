@@ -124,8 +124,8 @@ def test_a_gradient_that_came_only_late_is_handed_out() -> None:
         model = seeded(lambda: Segments(True).double())
         start(job, model)
         engine = engine_of(model)
-        bucket, slot = engine.place[model.shared.bias]
-        assert len(bucket.parameters) > 1 and slot == 0 and bucket is not engine.closing
+        bucket, slot = engine.places.of[model.shared.bias]
+        assert len(bucket.parameters) > 1 and slot == 0 and bucket.early
         taken: list[Tensor] = []
 
         def take(parameter: Tensor) -> None:

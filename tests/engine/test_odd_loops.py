@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,12 +16,14 @@ from engine.worker import (
     gradients_of,
     loss_of,
     mlp,
+    remembered,
     rounds,
     seeded,
     start,
     state_of,
     take_step,
 )
+from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.compress.codec import Compression
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.int8 import Int8
@@ -190,10 +192,10 @@ def test_what_a_compression_remembers_stays_when_a_new_optimizer_is_given() -> N
         job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
         model = mlp()
         take_step(model, job, start(job, model, sign))
-        own = engine_of(model).memory()[0]
+        own = remembered(model).own
         second = start(job, model, sign)
-        assert own and engine_of(model).compressed_rounds == 1
-        for name, kinds in engine_of(model).memory()[0].items():
+        assert own and remembered(model).rounds == 1
+        for name, kinds in remembered(model).own.items():
             assert all(torch.equal(value, own[name][kind]) for kind, value in kinds.items())
         take_step(model, job, second)
         assert "stretto" in second.state_dict()
@@ -364,18 +366,18 @@ def test_a_worker_that_lost_a_round_to_an_exception_is_found_out_in_the_next() -
         model = mlp()
         optimizer = start(job, model)
         take_step(model, job, optimizer)
-        engine = engine_of(model)
+        training = cast(SynchronousAllReduce, engine_of(model).training)
         if job.rank == 1:
-            receive = engine._receive
+            receive = training._receive
 
             def interrupted() -> None:
                 receive()
                 raise Alarm
 
-            engine._receive = interrupted  # type: ignore[method-assign]
+            training._receive = interrupted  # type: ignore[method-assign]
             with pytest.raises(Alarm):
                 torch.autograd.backward(loss_of(model, job, 1))
-            engine._receive = receive  # type: ignore[method-assign]
+            training._receive = receive  # type: ignore[method-assign]
         else:
             torch.autograd.backward(loss_of(model, job, 1))
         optimizer.step()  # on rank 1 without gradients

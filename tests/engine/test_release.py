@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.worker import RING, data, seeded, start
+from stretto.aggregate.all_reduce.compression_thread import CompressionThread
 from stretto.compress.codec import Compression
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.none import NoCompression
@@ -23,7 +24,6 @@ from stretto.compress.one_bit_adam import OneBitAdam
 from stretto.compress.power_sgd import PowerSGD
 from stretto.compress.sign import Sign
 from stretto.distributing import distribute, engine_of
-from stretto.engine.lane import Lane
 from stretto.errors import ConfigurationError, PeerLost, StrettoError
 from stretto.job import Job
 from stretto.plan.choose import Choices
@@ -59,8 +59,8 @@ class Traces:
         parts += [("bucket", bucket) for bucket in engine.buckets] + [("buffer", buffer) for buffer in buffers]
         self._died = [(name, threading.Event()) for name, _ in parts]
         self._refs = [weakref.ref(part, _telling(died)) for (_, part), (_, died) in zip(parts, self._died, strict=True)]
-        compressing = engine._compressing
-        self.thread = None if compressing is None else compressing._lane._thread
+        thread = engine.training._thread  # type: ignore[attr-defined]
+        self.thread = None if thread is None else thread._thread
 
     def alive(self) -> list[str]:
         return [name for name, died in self._died if not died.is_set()]
@@ -383,12 +383,12 @@ def test_a_thread_that_waits_for_work_holds_nothing_of_what_it_has_done() -> Non
         raise StrettoError("on purpose")
         yield thing
 
-    def run(lane: Lane) -> weakref.ref[Thing]:
+    def run(thread: CompressionThread) -> weakref.ref[Thing]:
         thing = Thing()
         with pytest.raises(StrettoError, match="on purpose"):
-            lane.submit(course(thing), torch.device("cpu")).wait()
+            thread.submit(course(thing), torch.device("cpu")).wait()
         return weakref.ref(thing)
 
-    lane = Lane()
-    assert_dead(run(lane))
-    lane.stop()
+    thread = CompressionThread()
+    assert_dead(run(thread))
+    thread.stop()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from engine.worker import RING, assert_equal_everywhere, data, gradients_of, mlp, rounds, seeded, start, state_of
+from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.collectives.request import Pending
 from stretto.distributing import distribute, engine_of, no_sync
+from stretto.engine.training import RoundEnd
 from stretto.errors import BackwardFailed, ConfigurationError, PeerLost
 from stretto.job import Job
 from stretto.testing import run_jobs
@@ -202,19 +204,20 @@ def test_after_an_error_nothing_is_under_way_any_more(monkeypatch: pytest.Monkey
         model = mlp()
         start(job, model)
         engine = engine_of(model)
+        training = cast(SynchronousAllReduce, engine.training)
         seen: list[Any] = []
-        send_rest, reset = engine._send_rest, engine._reset
+        send_rest, reset = training._send_rest, engine._reset
 
-        def send_and_break(used: list[bool]) -> None:
-            send_rest(used)
-            seen.extend(bucket.pending for bucket in engine.buckets)
+        def send_and_break(end: RoundEnd) -> None:
+            send_rest(end)
+            seen.extend(bucket.exchange._pending for bucket in training.buckets)  # type: ignore[union-attr]
             broken.append(seen[0])
 
         def reset_when_done() -> None:
             assert len(seen) > 2 and all(pending.done for pending in seen)
             reset()
 
-        engine._send_rest, engine._reset = send_and_break, reset_when_done  # type: ignore[method-assign]
+        training._send_rest, engine._reset = send_and_break, reset_when_done  # type: ignore[method-assign]
         with pytest.raises(PeerLost, match="as the test has it"):
             model(data(job.rank)).sum().backward()
         assert all(p.grad is None for p in model.parameters())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.distributing import distribute, engine_of
+from stretto.engine.training import TrainingState
 from stretto.job import Job
 from stretto.schedule.orders import Buckets
 from stretto.strategy import Strategy
@@ -100,6 +101,13 @@ def bytes_sent(job: Job) -> int:
 
 def rounds(model: nn.Module) -> int:
     return engine_of(model).rounds
+
+
+def remembered(model: nn.Module) -> TrainingState:
+    """What the compressions of a distributed model remember."""
+    state = engine_of(model).training.state()
+    assert state is not None
+    return state
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

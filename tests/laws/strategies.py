@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stretto import recipes
 from stretto.aggregate.all_reduce import AllReduce
+from stretto.aggregate.hierarchy import Hierarchy
 from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
 from stretto.compress.bfloat16 import BFloat16
@@ -34,6 +35,7 @@ RING = AllReduce("ring")
 PLAIN = Strategy(aggregate=RING, schedule=AfterBackward())  # what the others are compared with
 SMALL_BUCKETS = Strategy(aggregate=RING, schedule=Buckets(bytes=256, first_bytes=64))
 WAIT_FREE = Strategy(aggregate=RING, schedule=WaitFree())
+HIERARCHIES = (Hierarchy(outer=RING), Hierarchy(inner=RING, outer=AllReduce("butterfly")))
 
 STRATEGIES = [
     PLAIN,
@@ -46,6 +48,8 @@ STRATEGIES = [
     recipes.ddp(bucket_bytes=512),
     recipes.data_parallel(),
     recipes.horovod(fusion_bytes=4096),
+    Strategy(aggregate=HIERARCHIES[0], schedule=Buckets(bytes=256, first_bytes=64)),
+    Strategy(aggregate=HIERARCHIES[1], schedule=WaitFree()),
 ]
 # Lossy: laws 2 and 4 become others (`test_lossy.py`), the rest is asked of them too.
 COMPRESSIONS: list[Compression] = [
@@ -82,6 +86,11 @@ COMPRESSIONS: list[Compression] = [
 EVERY_ALGORITHM = [
     Strategy(aggregate=AllReduce(name), schedule=Buckets(bytes=512, first_bytes=64)) for name in catalogue.names(Kind.ALL_REDUCE)
 ]
+
+
+def hosts_for(strategy: Strategy, size: int) -> list[str] | None:
+    """Where the workers of a test are: two to a host where that matters, the last one alone if their number is odd."""
+    return [f"host {rank // 2}" for rank in range(size)] if isinstance(strategy.aggregate, Hierarchy) else None
 
 
 def short(strategy: Strategy) -> str:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.worker import remembered
 from laws.cases import Case, plain_step
 from laws.strategies import COMPRESSIONS
 from laws.training import build, digest, share, state_of
@@ -182,7 +183,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def _left_over(model: nn.Module, size: int) -> Tensor:
     """This worker's share of the mean: its residual, and P times what it keeps of the server's."""
-    own, _ = engine_of(model).memory()
+    own = remembered(model).own
     parts = []
     for name, parameter in model.named_parameters():
         kinds = own.get(name, {})

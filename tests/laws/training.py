@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from laws.cases import BY_NAME, TOLERANCES, Case
+from laws.strategies import hosts_for
 from stretto.distributing import distribute, engine_of
 from stretto.engine.bucket import Bucket
 from stretto.job import Job
@@ -59,7 +60,7 @@ def alone(name: str, steps: int) -> State:
 @cache
 def together(name: str, strategy: Strategy, size: int, steps: int) -> list[Run]:
     """`size` workers on their shares. They begin with different weights: rank 0's count."""
-    runs: list[Run] = run_jobs(size, train, BY_NAME[name], strategy, steps)
+    runs: list[Run] = run_jobs(size, train, BY_NAME[name], strategy, steps, hosts=hosts_for(strategy, size))
     return runs
 
 

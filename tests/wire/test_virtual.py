@@ -13,7 +13,8 @@ from stretto.testing import run_threads, run_virtual, wait_for
 from stretto.testing.envelopes import BufferChanged
 from stretto.testing.faults import Cut, Fault, Kill, Pause
 from stretto.testing.network_model import Constant, Exponential, Link, LogNormal, NetworkModel, Uniform
-from stretto.testing.virtual import OutOfBudget, VirtualDeadlock, VirtualWire, virtual_world
+from stretto.testing.virtual import VirtualDeadlock, VirtualWire, virtual_world
+from stretto.testing.virtual_network import OutOfBudget
 from stretto.wire.base import Tag, Wire
 from wire.contract import Meeting, WireContract, receive, send
 

@@ -11,33 +11,39 @@ from typing import Any
 import pytest
 
 from stretto.errors import ConfigurationError
+from stretto.protocol.machine import Actions, Machine, SendMessage, SetTimer
 from stretto.testing.faults import Cut, Fault, Kill, Pause
 from stretto.testing.network_model import Exponential, Link, NetworkModel, NodeName
-from stretto.testing.virtual import Outgoing, OutOfBudget, Timer, VirtualNetwork
-from stretto.testing.virtual_network import Answer
+from stretto.testing.virtual_network import OutOfBudget, VirtualNetwork
 
 
 @dataclass
-class Beacon:
+class Beacon(Machine):
     """Sends a number to each of its peers every second, and notes what it hears and when."""
 
+    header_type = int
     peers: Sequence[NodeName]
     count: int = 10
     heard: list[tuple[float, NodeName, int]] = field(default_factory=list)
+    views: list[tuple[float, list[NodeName], list[NodeName], int]] = field(default_factory=list)
     sent: int = 0
 
-    def on_start(self, now: float) -> Answer:
-        return [Timer("beat", 1.0)]
+    def on_start(self, now: float) -> Actions:
+        return [SetTimer("beat", 1.0)]
 
-    def on_message(self, now: float, source: NodeName, message: Any) -> Answer:
-        self.heard.append((round(now, 9), source, message))
+    def on_message(self, now: float, source: NodeName, header: int, payload: memoryview) -> Actions:
+        self.heard.append((round(now, 9), source, header))
         return []
 
-    def on_timer(self, now: float, name: str) -> Answer:
+    def on_view(self, now: float, joined: Sequence[Any], left: Sequence[Any], generation: int) -> Actions:
+        self.views.append((now, list(joined), list(left), generation))
+        return []
+
+    def on_timer(self, now: float, name: str) -> Actions:
         if self.sent >= self.count:
             return []
         self.sent += 1
-        return [*(Outgoing(peer, self.sent) for peer in self.peers), Timer("beat", 1.0)]
+        return [*(SendMessage(peer, self.sent) for peer in self.peers), SetTimer("beat", 1.0)]
 
     @property
     def numbers(self) -> list[int]:
@@ -66,7 +72,7 @@ def test_bandwidth_counts_the_encoded_bytes_at_both_ends() -> None:
     receiver = Beacon([])
     network.add("b", receiver)
     for name in ("x", "y"):
-        network.send(name, "b", bytes(18))  # msgpack: two bytes before these
+        network.send(name, "b", 7, bytes(19))  # one byte of header
     network.run(100)
     assert [time for time, _, _ in receiver.heard] == [3.0, 5.0]
 
@@ -111,7 +117,7 @@ def test_a_node_can_come_back_under_its_name_with_an_empty_memory() -> None:
     again = Beacon([])
     network.at(5.1, lambda: network.add("b", again))
     assert run_pair(network).numbers == [1, 2]
-    assert again.numbers == [5, 6, 7, 8, 9, 10]
+    assert again.numbers == [6, 7, 8, 9, 10]  # 5 was sent to the one before
 
 
 def test_a_paused_node_takes_what_came_meanwhile_in_order_when_it_goes_on() -> None:
@@ -145,16 +151,16 @@ def test_a_partition_leaves_each_side_whole() -> None:
 def test_a_timer_can_be_set_again_and_taken_back() -> None:
     rung: list[tuple[float, str]] = []
 
-    class Timers(Beacon):
-        def on_start(self, now: float) -> Answer:
-            return [Timer("a", 1.0), Timer("a", 2.0), Timer("b", 1.5), Timer("c", 1.0), Timer("b", None)]
+    class Timing(Beacon):
+        def on_start(self, now: float) -> Actions:
+            return [SetTimer("a", 1.0), SetTimer("a", 2.0), SetTimer("b", 1.5), SetTimer("c", 1.0), SetTimer("b", None)]
 
-        def on_timer(self, now: float, name: str) -> Answer:
+        def on_timer(self, now: float, name: str) -> Actions:
             rung.append((now, name))
             return []
 
     network = pair()
-    network.add(0, Timers([]))
+    network.add(0, Timing([]))
     network.run(10)
     assert rung == [(1.0, "c"), (2.0, "a")]
 
@@ -172,13 +178,13 @@ def test_run_until_stops_when_the_condition_holds() -> None:
 
 def test_nodes_that_answer_each_other_for_ever_run_out_of_events() -> None:
     class Echo(Beacon):
-        def on_message(self, now: float, source: NodeName, message: Any) -> Answer:
-            return [Outgoing(source, message)]
+        def on_message(self, now: float, source: NodeName, header: int, payload: memoryview) -> Actions:
+            return [SendMessage(source, header)]
 
     network = pair(Link())
     network.add("a", Echo([]))
     network.add("b", Echo([]))
-    network.send("a", "b", "ping")
+    network.send("a", "b", 1)
     with pytest.raises(OutOfBudget, match="1000 events by virtual time 0 s"):
         network.run(1.0, max_events=1000)
 
@@ -196,6 +202,121 @@ def test_a_name_means_one_node() -> None:
     network.add("a", Beacon([]))
     with pytest.raises(ConfigurationError, match="is alive"):
         network.add("a", Beacon([]))
+
+
+def test_the_death_of_a_node_is_told_to_each_other_one_at_a_time_of_its_own() -> None:
+    nodes = {name: Beacon([]) for name in "abcd"}
+    network = pair(faults=[Kill("c", at_s=3.0)])
+    for name, node in nodes.items():
+        network.add(name, node)
+    network.run(100)
+    network.assert_all_fired()
+    told = [nodes[name].views for name in "abd"]
+    assert all(len(views) == 1 and views[0][1:] == ([], ["c"], 0) for views in told) and not nodes["c"].views
+    times = [views[0][0] for views in told]
+    assert all(3.01 <= time <= 3.02 for time in times) and len(set(times)) == 3
+
+
+@pytest.mark.parametrize("back_at_s", [3.001, 5.1])  # before anybody has noticed that it was gone, and long after
+def test_a_node_that_comes_back_has_left_and_joined_and_hears_who_is_gone(back_at_s: float) -> None:
+    a, again = Beacon(["b"]), Beacon([])
+    network = pair(faults=[Kill("b", at_s=3.0), Kill("c", at_s=1.0)])
+    for name, node in {"a": a, "b": Beacon([]), "c": Beacon([])}.items():
+        network.add(name, node)
+    network.at(back_at_s, lambda: network.add("b", again))
+    network.run(100)
+    network.assert_all_fired()
+    assert [view[1:] for view in a.views] == [([], ["c"], 0), ([], ["b"], 0), (["b"], [], 1)]
+    assert [view[1:] for view in again.views] == [([], ["c"], 1)]
+    assert again.numbers == [number for number in range(1, 11) if number > back_at_s]  # nothing that its former life was sent
+
+
+def test_nothing_comes_from_a_node_after_it_has_left_nor_from_its_former_life() -> None:
+    receiver = Beacon([])
+    network = pair(Link(latency_s=5.0), faults=[Kill("a", at_s=3.5)])
+    network.at(7.0, lambda: network.add("a", Beacon(["b"], count=1)))
+    network.add("a", Beacon(["b"]))
+    network.add("b", receiver)
+    network.run(100)
+    assert receiver.heard == [(13.0, "a", 1)]  # 1, 2 and 3 of its first life were under way
+
+
+@pytest.mark.parametrize("fault", [Pause("b", at_s=2.5, for_s=8.0), Cut(("b",), at_s=2.5, for_s=8.0)], ids=["pause", "cut"])
+@pytest.mark.parametrize("reliable", [True, False])
+def test_a_long_silence_parts_two_nodes_for_good_on_both_sides(fault: Fault, reliable: bool) -> None:
+    a, b, c = Beacon(["b"], 20), Beacon(["a"], 20), Beacon([])
+    model = NetworkModel(Link(latency_s=0.25), silence_s=5.0)
+    network = VirtualNetwork(seed=1, model=model, faults=[fault], reliable=reliable)
+    for name, node in {"a": a, "b": b, "c": c}.items():
+        network.add(name, node)
+    network.run(100)
+    network.assert_all_fired()
+    back_s = 10.5 if isinstance(fault, Pause) else 7.5  # a paused node hears of it when it goes on
+    assert a.views == [(7.5, [], ["b"], 0)] and b.views == [(back_s, [], ["a"], 0), (back_s, [], ["c"], 0)]
+    assert a.numbers == b.numbers == [1, 2] and c.views == [(7.5, [], ["b"], 0)]
+
+
+def test_on_a_reliable_network_everything_comes_once_and_in_order() -> None:
+    link = Link(latency_s=0.25, jitter=Exponential(3.0), loss=0.3, retransmit_s=2.0, bytes_per_s=10.0)
+    network = pair(link, [Cut(("b",), at_s=5.0, for_s=4.0), Pause("a", at_s=12.0, for_s=3.0)], reliable=True)
+    receiver = run_pair(network, count=40, until_s=1000)
+    assert receiver.numbers == list(range(1, 41)) and network.fired["loss"] > 5
+
+
+def test_a_reliable_network_neither_doubles_nor_reorders() -> None:
+    with pytest.raises(ConfigurationError, match="once and in order"):
+        pair(Link(duplicate=0.1), reliable=True)
+
+
+def test_a_payload_arrives_and_is_gone_afterwards_and_is_read_when_it_arrives() -> None:
+    kept: list[memoryview] = []
+    seen: list[bytes] = []
+
+    class Keeping(Beacon):
+        def on_message(self, now: float, source: NodeName, header: int, payload: memoryview) -> Actions:
+            seen.append(bytes(payload))
+            kept.append(payload)
+            return []
+
+    network = pair()
+    network.add("b", Keeping([]))
+    changed = bytearray(b"too early")
+    network.send("a", "b", 1, b"whole")
+    network.send("a", "b", 2, changed)
+    changed[:] = b"TOO LATE!"
+    network.run(10)
+    assert seen == [b"whole", b"TOO LATE!"] and kept[0] == b"\xa5" * 5
+
+
+def test_a_machine_that_raises_ends_the_run_and_says_where_and_when() -> None:
+    class Broken(Beacon):
+        def on_message(self, now: float, source: NodeName, header: int, payload: memoryview) -> Actions:
+            raise ZeroDivisionError
+
+    network = pair()
+    network.add("a", Beacon(["b"]))
+    network.add("b", Broken([]))
+    with pytest.raises(ZeroDivisionError) as caught:
+        network.run(10)
+    assert caught.value.__notes__ == ["message from 'a' at node 'b', virtual time 1.25 s, seed 1"]
+
+
+def test_what_is_not_a_header_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    network = pair()
+    receiver = Beacon([])
+    network.add("b", receiver)
+    network.send("a", "b", "not a number")
+    network.send("a", "b", 1)
+    network.run(10)
+    assert receiver.numbers == [1] and "cannot be read" in caplog.text
+
+
+def test_a_message_to_oneself_arrives_at_once_whatever_the_link_does() -> None:
+    network = pair(Link(latency_s=1.0, loss=0.99))
+    alone = Beacon(["a"], count=3)
+    network.add("a", alone)
+    network.run(10)
+    assert alone.heard == [(1.0, "a", 1), (2.0, "a", 2), (3.0, "a", 3)]
 
 
 STORMY = Link(latency_s=0.1, bytes_per_s=1e4, jitter=Exponential(0.5), loss=0.1, duplicate=0.1, reorder=0.1, hold_s=1.0)

@@ -7,41 +7,31 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
 from typing import Final
 
 from stretto.collectives.execute import Communicator
 from stretto.collectives.request import Pending, Request
 from stretto.errors import StrettoError
+from stretto.protocol.loop import Loop
 
 READY_POLL_S: Final = 0.0005
 
 log = logging.getLogger("stretto.collectives")
 
 
-class _Call:
-    """Something to be done in the communication thread."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self.error: Exception | None = None
-        self.finished = threading.Event()
-        self._action = action
-
-    def run(self) -> None:
-        try:
-            self._action()
-        except Exception as error:  # it is the caller's: raised again where `call` waits
-            self.error = error
-        self.finished.set()
-
-
 class CommunicationThread:
-    """A communicator with a thread of its own: `start` from any thread, overlap with whatever the caller does."""
+    """A communicator with a thread of its own: `start` from any thread, overlap with whatever the caller does.
+
+    The same thread drives the machines of protocols: `loop.start`, from any thread. It is one thread for all of them: whatever
+    blocks it, a machine's event or an action of `call`, holds up every collective.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
+        self.loop = Loop(communicator.wire)
         communicator.queued = lambda: self._unready + list(self._submitted)
         self._submitted: deque[Pending] = deque()
-        self._calls: deque[_Call] = deque()
         self._unready: list[Pending] = []
         self._stopping = False
         self._ended = False
@@ -64,14 +54,11 @@ class CommunicationThread:
 
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` in the communication thread, the only one that may touch the wire, and wait for it."""
-        call = _Call(action)
-        self._calls.append(call)
-        self.communicator.wire.wake()
-        while not call.finished.wait(1.0):
-            if not self._thread.is_alive():
+        called = self.loop.call(action)
+        while not futures.wait([called], 1.0).done:
+            if not self._thread.is_alive():  # in a forked child
                 raise self._broken or StrettoError("the job was shut down")
-        if call.error is not None:
-            raise call.error
+        called.result()
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; collectives still under way fail. The wire is then the caller's to close."""
@@ -83,11 +70,10 @@ class CommunicationThread:
         try:
             while not self._stopping:
                 self._begin_submitted()
-                while self._calls:
-                    self._calls.popleft().run()
+                idle_s = self.loop.turn()
                 patience_s = READY_POLL_S if self._unready else self.communicator.patience_s()
-                self.communicator.step(patience_s)
-        except Exception as error:  # a bug of ours must not leave the caller waiting for ever
+                self.communicator.step(min(patience_s, idle_s))
+        except BaseException as error:  # a bug of ours must not leave the caller waiting for ever
             log.exception("the communication thread failed")
             self._broken = StrettoError(f"the communication thread failed: {error!r}")
             self._broken.__cause__ = error
@@ -113,6 +99,7 @@ class CommunicationThread:
         return late
 
     def _fail_all(self, error: StrettoError) -> None:
+        self.loop.close(self._broken or StrettoError("the job was shut down"))
         for pending in self.communicator.pending() + self._unready + list(self._submitted):
             if not pending.done:
                 pending.finish(error)

@@ -55,7 +55,7 @@ def _parent(rank: int, size: int) -> int | None:
 
 
 @dataclass(slots=True, eq=False)  # messages are told apart by identity
-class _Message:
+class _TreeMessage:
     """One hop of one half. `remaining` is the number of hops from here to the farthest rank still to be told."""
 
     sender: int
@@ -64,14 +64,14 @@ class _Message:
     up: bool
     remaining: int
     waits_for: int = 0
-    releases: list[_Message] = field(default_factory=list)
+    releases: list[_TreeMessage] = field(default_factory=list)
 
     @property
     def urgency(self) -> tuple[int, int, int]:
         return -self.remaining, self.tree, self.sender
 
 
-def _messages(size: int, tree: int) -> list[_Message]:
+def _messages(size: int, tree: int) -> list[_TreeMessage]:
     """The hops of one tree, each knowing which others it releases."""
     parent_of = parents(size, tree)
     depths = [_depth(rank, parent_of) for rank in range(size)]
@@ -80,12 +80,12 @@ def _messages(size: int, tree: int) -> list[_Message]:
         parent = parent_of[rank]
         if parent is not None:
             heights[parent] = max(heights[parent], heights[rank] + 1)
-    up: dict[int, _Message] = {}
-    down: dict[int, _Message] = {}
+    up: dict[int, _TreeMessage] = {}
+    down: dict[int, _TreeMessage] = {}
     for rank, parent in enumerate(parent_of):
         if parent is not None:
-            up[rank] = _Message(rank, parent, tree, True, depths[rank] + max(heights))
-            down[rank] = _Message(parent, rank, tree, False, heights[rank] + 1)
+            up[rank] = _TreeMessage(rank, parent, tree, True, depths[rank] + max(heights))
+            down[rank] = _TreeMessage(parent, rank, tree, False, heights[rank] + 1)
     for rank in up:
         above = up[rank].receiver
         after_up = [up[above]] if above in up else [down[child] for child in down if parent_of[child] == above]
@@ -125,7 +125,7 @@ def _programs(size: int) -> tuple[tuple[Operation, ...], ...]:
     return tuple(tuple(program) for program in programs)
 
 
-def _fill_round(ready: list[_Message]) -> list[_Message]:
+def _fill_round(ready: list[_TreeMessage]) -> list[_TreeMessage]:
     """The messages that may travel together, most urgent first."""
     sending: set[int] = set()
     receiving: set[int] = set()
@@ -138,7 +138,7 @@ def _fill_round(ready: list[_Message]) -> list[_Message]:
     return travelling
 
 
-def _released(travelling: list[_Message]) -> list[_Message]:
+def _released(travelling: list[_TreeMessage]) -> list[_TreeMessage]:
     released = []
     for message in travelling:
         for follower in message.releases:

@@ -1,10 +1,10 @@
 """What ranks tell each other about a collective, beside its data.
 
-    Begun     I have begun this, and believe it is ...         to those one will receive from; and to everybody in a dispute
-    Failed    this has failed, and so and so is to blame       to everybody
-    Ask       where are you with this? (also: a knock)         to those one waits for
-    State     not begun, but in that instead; or begun,        the answer
-              and waiting for these; and at this place
+    Begun            I have begun this, and believe it is ...         to those one will receive from; in a dispute to all members
+    Failed           this has failed, and so and so is to blame       to all members
+    ProgressQuery    where are you with this? (also: a knock)         to those one waits for
+    ProgressReport   not begun, but in that instead; or begun,        the answer
+                     and waiting for these; and at this place
 
 Small msgpack messages over `Wire.post`. What cannot be decoded is logged and ignored: a bad message must not end a job.
 """
@@ -21,9 +21,10 @@ from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, Wir
 TOPIC_BEGUN: Final = 16
 TOPIC_BELIEF: Final = 17
 TOPIC_FAILED: Final = 18
-TOPIC_ASK: Final = 19
-TOPIC_STATE: Final = 20
+TOPIC_QUERY: Final = 19
+TOPIC_REPORT: Final = 20
 TOPIC_KNOCK: Final = 21
+TOPIC_ROUND_FAILED: Final = 22
 
 log = logging.getLogger("stretto.collectives")
 Name = tuple[int, int]  # channel, sequence
@@ -57,7 +58,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
         return channel == self.channel and not is_later(self.sequence, sequence) and not is_later(sequence, self.last)
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class ProgressQuery(msgspec.Struct, frozen=True, array_like=True):
     channel: int
     sequence: int
 
@@ -69,10 +70,11 @@ class Elsewhere(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     belief: str
     place: str
-    needs: list[int] | None  # ranks that must begin it before that thread goes on; None: all
+    needs: list[int] | None  # ranks that must begin it before that thread goes on; None: all of the job
+    members: list[int] | None  # ranks that take part in it; None: all of the job
 
 
-class State(msgspec.Struct, frozen=True, array_like=True):
+class ProgressReport(msgspec.Struct, frozen=True, array_like=True):
     channel: int
     sequence: int
     begun: bool

@@ -45,6 +45,8 @@ class Kind(enum.Enum):
     BROADCAST = "broadcast"  # every rank: x_root
     REDUCE_SCATTER = "reduce_scatter"  # P chunks; rank r: chunk r = sum_q x_q[r]; other chunks unspecified
     ALL_GATHER = "all_gather"  # P chunks; every rank: chunk i = x_i[i]
+    GATHER = "gather"  # P chunks; the root: chunk i = x_i[i]; other ranks: unspecified
+    SCATTER = "scatter"  # P chunks; rank r: chunk r = x_root[r]; other chunks unspecified
     ALL_TO_ALL = "all_to_all"  # P chunks; rank r: chunk i = x_i[r]  (in place: a transposition)
     BARRIER = "barrier"  # nothing; nobody returns before everybody has entered (zero-length messages)
 

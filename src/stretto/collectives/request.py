@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from stretto.collectives.hop import Hop, check_hop
+from stretto.collectives.message_codec import MessageCodec, check_message_codec
 from stretto.collectives.messages import Name
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
@@ -31,7 +31,11 @@ class Request:
     sequence: int = 0
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
     label: str = ""  # what the caller means by it; must be the same on all ranks, like the rest
-    hop: Hop | None = None  # how messages are encoded; None: as they are
+    message_codec: MessageCodec | None = None  # how messages are encoded; None: as they are
+    members: tuple[int, ...] | None = None  # the job ranks that take part, by place in the plan; None: all of the job
+    among: str = ""  # the members in words, where they are not all of the job
+    generation: int = 0  # the last one in which a member had joined when the group was made
+    part_of: Name | None = None  # a round of the whole job, (channel, number), that fails as a whole: see `failures.py`
 
     def __post_init__(self) -> None:
         """Refuse what cannot work in the caller's thread, before anything is sent."""
@@ -41,8 +45,8 @@ class Request:
         dtype_code(self.tensor.dtype)
         if plan.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
             check_op(self.op, self.tensor.dtype)
-        if self.hop is not None:
-            check_hop(self.hop, plan, self.op, self.tensor.dtype)
+        if self.message_codec is not None:
+            check_message_codec(self.message_codec, plan, self.op, self.tensor.dtype)
         check_length(plan, self.tensor.numel())
 
     @property
@@ -60,7 +64,7 @@ class Request:
     def num_bytes(self) -> int:
         """The length of the whole vector on the wire."""
         count = self.tensor.numel()
-        return count * self.tensor.element_size() if self.hop is None else self.hop.num_bytes(count)
+        return count * self.tensor.element_size() if self.message_codec is None else self.message_codec.num_bytes(count)
 
     @property
     def belief(self) -> str:
@@ -71,9 +75,10 @@ class Request:
             what += f", op={self.op}"
         if plan.kind in (Kind.REDUCE, Kind.BROADCAST):
             what += f", root={plan.root}"
-        if self.hop is not None:
-            what += f", hop={self.hop!r}"
-        return f"{what}, algorithm={plan.algorithm}, world_size={plan.size}){self.label}"
+        if self.message_codec is not None:
+            what += f", message_codec={self.message_codec!r}"
+        among = self.among or f"world_size={plan.size}"
+        return f"{what}, algorithm={plan.algorithm}, {among}){self.label}"
 
 
 class Outside:
@@ -81,6 +86,7 @@ class Outside:
     ask; `error` is set when it cannot come about, for whoever waits."""
 
     needs_everybody = True
+    members = None  # all of the job
 
     def __init__(self, name: Name, belief: str) -> None:
         self.name = name
@@ -118,6 +124,10 @@ class Pending:
     @property
     def belief(self) -> str:
         return self.request.belief
+
+    @property
+    def members(self) -> tuple[int, ...] | None:
+        return self.request.members
 
     @property
     def needs_everybody(self) -> bool:

@@ -8,40 +8,55 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
-from stretto.collectives.messages import State
-from stretto.collectives.plan import Buffer, Kind
+from stretto.collectives.messages import ProgressReport
+from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import dtype_code
 from stretto.collectives.request import Pending, Request
-from stretto.collectives.schedule import Action, Schedule, Task, compile_hops, compile_plan
+from stretto.collectives.schedule import Action, Schedule, Task, compile_encoded, compile_plan
 from stretto.errors import FrameError, MalformedPayload, WireError
 from stretto.wire.base import Consume, Handle, Tag
 from stretto.wire.frames import DTYPE_CODES
 
 if TYPE_CHECKING:
     from stretto.collectives.execute import Communicator
+    from stretto.collectives.message_codec import MessageCodec
 
 EAGER_BYTES: Final = 64 << 10  # up to this many bytes a collective is sent without an announcement
 PLAIN_BYTES: Final = DTYPE_CODES["bytes"]
 
-compiled = lru_cache(maxsize=1024)(compile_plan)
-compiled_hops = lru_cache(maxsize=1024)(compile_hops)
 OnDone = Callable[[Handle], None]
+ROOTED: Final = (Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER)
+Members = tuple[int, ...] | None
+
+
+@lru_cache(maxsize=1024)
+def compiled(plan: Plan, num_elements: int, segment: int, codec: MessageCodec | None = None, members: Members = None) -> Schedule:
+    """The schedule for segments of so many elements (with a codec: bytes). A plan's peers are places among the members; where it
+    meets the wire, here, they become ranks of the job, once for all messages."""
+    schedule = compile_plan(plan, num_elements, segment) if codec is None else compile_encoded(plan, num_elements, segment, codec)
+    return schedule if members is None else schedule.among(members)
 
 
 def _schedule(request: Request) -> Schedule:
-    plan, tensor, hop = request.plan, request.tensor, request.hop
-    if hop is None:
-        return compiled(plan, tensor.numel(), request.segment_bytes // tensor.element_size())
-    return compiled_hops(plan, tensor.numel(), request.segment_bytes, hop)
+    plan, tensor, codec = request.plan, request.tensor, request.message_codec
+    segment = request.segment_bytes if codec is not None else request.segment_bytes // tensor.element_size()
+    return compiled(plan, tensor.numel(), segment, codec, request.members)
 
 
-class Run:
+def _some_only_send(request: Request) -> bool:
+    """Whether some member receives nothing, and would never hear that others disagree."""
+    plan = request.plan
+    return plan.kind in ROOTED or (plan.kind is Kind.REDUCE_SCATTER and request.tensor.numel() < plan.size)
+
+
+class CollectiveRun:
     """One collective in progress on this rank."""
 
     __slots__ = (
         "accumulators", "answers", "ask_after_s", "asked_at", "asked_since", "belief", "beliefs", "code", "communicator",
-        "confirmed", "counts", "digest", "disputed_at", "eager", "held", "name", "opened", "pending", "places", "probed",
-        "pumping", "ready", "remaining", "request", "schedule", "started_at", "touched_at", "unasked", "unusable", "warned_at",
+        "confirmed", "counts", "digest", "disputed_at", "eager", "held", "members", "name", "opened", "pending", "places",
+        "probed", "pumping", "ready", "remaining", "request", "schedule", "started_at", "touched_at", "unasked", "unusable",
+        "warned_at",
     )  # fmt: skip
 
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
@@ -50,12 +65,13 @@ class Run:
         self.pending = pending
         self.request = request
         self.name = request.name
+        self.members = communicator.members(request)
         self.belief = request.belief
         self.digest = zlib.crc32(self.belief.encode())
-        self.code = dtype_code(request.tensor.dtype) if request.hop is None else PLAIN_BYTES
+        self.code = dtype_code(request.tensor.dtype) if request.message_codec is None else PLAIN_BYTES
         self.schedule = _schedule(request)
         self.eager = request.num_bytes <= EAGER_BYTES
-        self.confirmed = request.plan.kind in (Kind.BROADCAST, Kind.REDUCE)
+        self.confirmed = _some_only_send(request)
         self.counts = list(self.schedule.num_dependencies)
         self.remaining = len(self.counts)
         self.ready = deque(number for number, count in enumerate(self.counts) if count == 0)
@@ -70,7 +86,7 @@ class Run:
         self.asked_since: float | None = None  # when the silence began in which everybody was asked last
         self.ask_after_s = 0.0  # how long it must have lasted before they are asked again
         self.probed = False
-        self.answers: dict[int, State] = {}
+        self.answers: dict[int, ProgressReport] = {}
         self.disputed_at: float | None = None
         self.beliefs: dict[int, str] = {}  # what other ranks believe it to be
         self.places: dict[int, str] = {}  # where each rank was when it heard that ranks disagree
@@ -132,10 +148,7 @@ class Run:
         accumulator = self.accumulators[task.buffer]
         try:
             if task.add:
-                # Partners that exchange their sums must compute the same expression to get the same bits: -0.0 and 0.0, or two
-                # NaNs, do not commute. (Additions in WORK follow the order of ranks already.)
-                lower_first = task.buffer is Buffer.DATA and task.peer < self.communicator.wire.rank
-                accumulator.combine(task.start, task.stop, incoming, final=task.final, arrived_first=lower_first)
+                accumulator.combine(task.start, task.stop, incoming, final=task.final, arrived_first=task.arrived_first)
             elif incoming.nbytes:
                 accumulator.copy_in(task.start, task.stop, incoming)
         except MalformedPayload as problem:  # to the wire the transfer went well: `_on_done`, which comes next, says otherwise
@@ -166,7 +179,7 @@ class Run:
             return
         error = handle.error or self.unusable
         if isinstance(error, WireError):
-            self.communicator.transfer_failed(self, error)
+            self.communicator.failures.transfer_failed(self, error)
             return
         if error is not None:
             self.communicator.broke(self.pending, error)

@@ -12,7 +12,7 @@ with no barrier between rounds. Only an empty vector has no elements to order it
 and go round by round, as a barrier's do, so that a rank whose tensor is empty while the others' are not is found out.
 Compiled once per (plan, length, item size, segment), kept, and only read while running.
 
-With a hop (`hop.py`) the plan is cut and ordered in units in place of elements, so no chunk and no message cuts a unit.
+With a codec for messages (`message_codec.py`) the plan is cut and ordered in units in place of elements: no message cuts a unit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stretto.collectives.plan import Buffer, Kind, Local, Operation, Plan, Recv,
 from stretto.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from stretto.collectives.hop import Hop
+    from stretto.collectives.message_codec import MessageCodec
 
 
 class Action(enum.IntEnum):
@@ -44,13 +44,14 @@ class Task:
 
     action: Action
     peer: int  # SEND: to, RECEIVE: from
-    index: int  # the how-manieth message between these two ranks in this direction
+    index: int  # counts the messages between these two ranks in this direction
     buffer: Buffer  # SEND: read; RECEIVE, LOCAL: written
     source: Buffer  # LOCAL: read
     start: int
     stop: int
     add: bool
-    final: bool  # this write completes the result: a mean is scaled here
+    arrived_first: bool = False  # an addition in which what arrives is the first operand
+    final: bool = False  # this write completes the result: a mean is scaled here
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,20 @@ class Schedule:
     sources: frozenset[int]
     destinations: frozenset[int]
     needs_work_buffer: bool
-    # (peer, elements; with a hop: bytes) over all messages: the ledger's
+    # (peer, elements; with a codec: bytes) over all messages: the ledger's
     sent: tuple[tuple[int, int], ...] = ()
     received: tuple[tuple[int, int], ...] = ()
+
+    def among(self, members: tuple[int, ...]) -> Schedule:
+        """The same schedule with every peer, which is a place in the plan, replaced by the member at that place."""
+        return replace(
+            self,
+            tasks=tuple(task if task.action is Action.LOCAL else replace(task, peer=members[task.peer]) for task in self.tasks),
+            sources=frozenset(members[place] for place in self.sources),
+            destinations=frozenset(members[place] for place in self.destinations),
+            sent=tuple((members[place], amount) for place, amount in self.sent),
+            received=tuple((members[place], amount) for place, amount in self.received),
+        )
 
 
 def compile_plan(plan: Plan, num_elements: int, segment_elements: int) -> Schedule:
@@ -92,19 +104,19 @@ def compile_plan(plan: Plan, num_elements: int, segment_elements: int) -> Schedu
     )
 
 
-def compile_hops(plan: Plan, num_elements: int, segment_bytes: int, hop: Hop) -> Schedule:
-    """Cut and order `plan` in units of `hop`, with messages of at most `segment_bytes` (and at least one unit) when encoded.
+def compile_encoded(plan: Plan, num_elements: int, segment_bytes: int, codec: MessageCodec) -> Schedule:
+    """Cut and order `plan` in units of `codec`, with messages of at most `segment_bytes` (and at least one unit) when encoded.
 
     The tasks' ranges are elements again; the ledger's numbers are bytes, exact for a last unit that is shorter.
     """
-    unit = hop.unit
-    in_units = compile_plan(plan, -(-num_elements // unit), segment_bytes // hop.num_bytes(unit))
+    unit = codec.unit
+    in_units = compile_plan(plan, -(-num_elements // unit), segment_bytes // codec.num_bytes(unit))
     tasks = [replace(task, start=task.start * unit, stop=min(task.stop * unit, num_elements)) for task in in_units.tasks]
     return replace(
         in_units,
         tasks=tuple(tasks),
-        sent=_totals_by_peer(tasks, Action.SEND, hop.num_bytes),
-        received=_totals_by_peer(tasks, Action.RECEIVE, hop.num_bytes),
+        sent=_totals_by_peer(tasks, Action.SEND, codec.num_bytes),
+        received=_totals_by_peer(tasks, Action.RECEIVE, codec.num_bytes),
     )
 
 
@@ -143,7 +155,7 @@ def _cut(plan: Plan, num_elements: int, segment: int) -> list[Task]:
                 key = (type(operation), peer)
                 index = counters[key]
                 counters[key] += 1
-            tasks.append(_task(operation, peer, index, first, last))
+            tasks.append(_task(operation, plan.rank, peer, index, first, last))
     return tasks
 
 
@@ -153,12 +165,15 @@ def _cut_points(start: int, stop: int, segment: int, origin: int) -> list[int]:
     return [start, *range(origin + ((start - origin) // segment + 1) * segment, stop, segment), stop]
 
 
-def _task(operation: Operation, peer: int, index: int, start: int, stop: int) -> Task:
+def _task(operation: Operation, rank: int, peer: int, index: int, start: int, stop: int) -> Task:
     if isinstance(operation, Send):
-        return Task(Action.SEND, peer, index, operation.buffer, operation.buffer, start, stop, False, False)
+        return Task(Action.SEND, peer, index, operation.buffer, operation.buffer, start, stop, False)
     if isinstance(operation, Recv):
-        return Task(Action.RECEIVE, peer, index, operation.buffer, operation.buffer, start, stop, operation.add, False)
-    return Task(Action.LOCAL, peer, index, operation.target, operation.source, start, stop, operation.add, False)
+        # Partners that exchange their sums must compute the same expression to get the same bits: -0.0 and 0.0, or two NaNs, do
+        # not commute. So the lower place in the plan comes first. (Additions in WORK follow the order of places already.)
+        first = operation.add and operation.buffer is Buffer.DATA and peer < rank
+        return Task(Action.RECEIVE, peer, index, operation.buffer, operation.buffer, start, stop, operation.add, first)
+    return Task(Action.LOCAL, peer, index, operation.target, operation.source, start, stop, operation.add)
 
 
 def _round_by_round(plan: Plan) -> list[tuple[int, int]]:
@@ -218,9 +233,7 @@ def _mark_final(plan: Plan, tasks: list[Task], num_elements: int) -> list[Task]:
         completes = task.add or task.action is Action.LOCAL
         if completes and fresh and low <= task.start and task.stop <= high:
             assert fresh == cells, "a plan completes part of a message: it cannot be scaled in one go"
-            marked[number] = Task(
-                task.action, task.peer, task.index, task.buffer, task.source, task.start, task.stop, task.add, True
-            )
+            marked[number] = replace(task, final=True)
     return marked
 
 

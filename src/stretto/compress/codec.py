@@ -30,7 +30,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from stretto.collectives.hop import Hop
+from stretto.collectives.message_codec import MessageCodec
 from stretto.compress import exchange
 from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
@@ -100,7 +100,7 @@ class Codec(Compression):
         """The codec of one payload of several that are to be added up: such that their sum cannot overflow."""
         return self
 
-    def hop(self) -> Hop | None:
+    def hop(self) -> MessageCodec | None:
         """How a ring may carry it encoded, if one may."""
         return None
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stretto.collectives import catalogue
-from stretto.collectives.hop import Hop
+from stretto.collectives.message_codec import MessageCodec
 from stretto.collectives.plan import Kind
 from stretto.collectives.schedule import Action, compile_plan
 from stretto.compress.draw import Draw
@@ -187,7 +187,7 @@ def bytes_sent(codec: Codec, blocks: Blocks, rank: int, world_size: int, algorit
     return (world_size - 1) * length
 
 
-def _bytes_in_hops(hop: Hop, num_elements: int, rank: int, world_size: int, algorithm: str) -> int:
+def _bytes_in_hops(hop: MessageCodec, num_elements: int, rank: int, world_size: int, algorithm: str) -> int:
     """Every message is a whole number of units; the last unit may be shorter."""
     num_units = -(-num_elements // hop.unit)
     tasks = compile_plan(catalogue.plan(Kind.ALL_REDUCE, algorithm, rank, world_size), num_units, num_units or 1).tasks

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from stretto.collectives.hop import Hop
+from stretto.collectives.message_codec import MessageCodec
 from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.state import State
@@ -45,7 +45,7 @@ class Transpose:
 @dataclass(frozen=True, slots=True)
 class SumInHops:
     tensor: Tensor
-    hop: Hop
+    hop: MessageCodec
 
 
 Collective = Sum | Gather | Transpose | SumInHops

@@ -14,19 +14,15 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from stretto.collectives.reduction import dtype_code
-from stretto.compress.codec import Compression
 from stretto.engine.other_trainers import refuse_averaging_optimizer, refuse_other_trainers
 from stretto.errors import ConfigurationError
 from stretto.job import Job
-from stretto.strategy import Strategy
 
 COLLECTION_S = 2.0  # to wait for another thread's
 log = logging.getLogger("stretto")
 
 
-def check(
-    model: object, optimizers: Sequence[object], strategy: object, buffers: object, check_finite: object, scaler: object = None
-) -> None:
+def check(model: object, optimizers: Sequence[object], buffers: object, check_finite: object, scaler: object = None) -> None:
     """The types and values of the arguments."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"distribute({type(model).__name__}, ...): the first argument is the nn.Module to train.")
@@ -40,10 +36,6 @@ def check(
             )
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise ConfigurationError("distribute(model, (optimizer, optimizer)): the same one twice. Give every optimizer once.")
-    if not isinstance(strategy, Strategy):
-        raise ConfigurationError(
-            f"strategy={strategy!r}: write a Strategy(...), a recipe such as stretto.recipes.ddp(), or the text of one."
-        )
     if buffers not in ("broadcast", "local"):
         raise ConfigurationError(f"buffers={buffers!r}: write 'broadcast' or 'local'.")
     if not isinstance(check_finite, bool):
@@ -140,50 +132,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
                 )
 
 
-def check_compression(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> None:
-    """Whether gradients of these parameters can be compressed so, and whether the optimizer suits what comes out."""
-    compress = strategy.compress
-    for name, parameter in model.named_parameters():
-        lossless = compress.for_parameter(name, tuple(parameter.shape)).lossless
-        if parameter.requires_grad and not lossless and not parameter.is_floating_point():
-            raise ConfigurationError(
-                f"compress={compress!r}: {name} is of {parameter.dtype}, and codecs work on real floating-point gradients.\n"
-                f"Leave it out: compress=ByParameter(({name!r}, NoCompression()), ('*', ...))."
-            )
-    for optimizer in optimizers:
-        if compress.optimizer_hint is not None and (own := _momentum_of(optimizer)) is not None:
-            raise ConfigurationError(
-                f"compress={compress!r} keeps the momentum itself, before gradients are sent, and {type(optimizer).__name__} has "
-                f"{own} of its own: it would be applied twice.\nWrite {compress.optimizer_hint}"
-            )
-
-
-def warn_of_lost_gradients(model: nn.Module, compress: Compression) -> None:
-    """Codecs that leave out most of a gradient train badly unless what they leave out is remembered."""
-    answers = {compress.for_parameter(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()}
-    without = sorted(repr(answer) for answer in answers if answer.wants_feedback)
-    if without:
-        log.warning(
-            "compress=%r: what %s leaves out of a gradient is lost for good, which costs some 7 %% of the loss in "
-            "docs/compression.md. Write ErrorFeedback(%s), which says it in later steps.", compress, without[0], without[0],
-        )  # fmt: skip
-
-
-def _momentum_of(optimizer: Optimizer) -> str | None:
-    """What the optimizer remembers of earlier gradients, in its own words; None if nothing. Of torch's only SGD need not."""
-    for group in optimizer.param_groups:
-        for option in ("momentum", "betas", "beta1", "rho", "alpha", "lr_decay", "etas"):
-            if group.get(option):
-                return f"{option}={group[option]}"
-    if type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.SGD):
-        return "a memory of gradients"
-    return None
-
-
-def check_world(model: nn.Module, strategy: Strategy, job: Job) -> None:
+def check_world(model: nn.Module) -> None:
     """What only matters with several workers: whether everything can travel."""
-    if strategy.aggregate.algorithm == "native":
-        _check_native(strategy, job)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta or tensor.layout is not torch.strided:
             what = "on the meta device and holds no numbers" if tensor.is_meta else f"of layout {tensor.layout}"
@@ -202,13 +152,3 @@ def check_world(model: nn.Module, strategy: Strategy, job: Job) -> None:
                 f"would quietly be a plain BatchNorm.\nWrite model = stretto.SyncBatchNorm.convert_sync_batchnorm(model), which "
                 f"works on CPU and GPU over this job; or use nn.GroupNorm."
             )
-
-
-def _check_native(strategy: Strategy, job: Job) -> None:
-    from stretto.wire.torch_group import TorchGroupWire  # brings in torch.distributed, which others do without
-
-    if not isinstance(job.wire, TorchGroupWire):
-        raise ConfigurationError(
-            f"{strategy.aggregate!r} is the torch backend's own collective, and this job runs on another wire.\n"
-            f'Start it with stretto.init(wire="gloo") or stretto.init(wire="nccl"), or use AllReduce("auto").'
-        )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto.errors import ConfigurationError, RankMismatch
 from stretto.job import Job
-from stretto.strategy import Strategy
+
+if TYPE_CHECKING:
+    from stretto.strategy import Strategy
 
 
 def admit(job: Job, problem: ConfigurationError | None) -> None:

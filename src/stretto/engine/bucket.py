@@ -1,102 +1,62 @@
 """Parameters that travel together: one flat buffer, with gradients as views of it.
 
-    an ordinary bucket     [ gradient | gradient | ... ]
-    the closing bucket     [ gradient | gradient | ... | weight | late | failed | present | infinite | used 0, used 1, ... ]
+    [ gradient | gradient | ... | tail ]
 
-The closing bucket leaves last, when backward has ended, and carries what is known only then, in float32 or better: this
-worker's `weight`; whether any gradient came `late` (after its bucket had left); whether its backward `failed`; whether it is
-`present` or has run out of data; whether a gradient that was to be compressed was `infinite` (or not a number); and for every
-parameter of the model whether it was `used`. The mean over workers is above zero if anybody said so. All of it rides along in a
-message that goes anyway; where gradients are compressed, what must be exact has a message of its own.
-
-Notes are for the host: beside a buffer on a GPU they lie in host memory, where the whole buffer travels from, and neither writing
-nor reading them waits for the GPU.
+The *tail* is room for whatever a Training sends along with the gradients; the bucket itself never reads it. It is for the host:
+beside a buffer on a GPU it may lie in host memory, so that neither writing nor reading it waits for the GPU.
 
 The memory is used again in the next round. A program that keeps a gradient beyond that (`kept.append(p.grad)`, as methods that
 compare the gradients of several losses do) expects it to stay as it was: before a round writes to a bucket of which somebody
-else still holds a part, the bucket takes new memory and leaves the old to whoever holds it.
+else still holds a part, the bucket takes new memory and leaves the old to its holder.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stretto.collectives.request import Pending
-from stretto.compress.codec import Compression
-from stretto.compress.layout import Layout
-from stretto.compress.none import NoCompression
-from stretto.compress.rounds import Turn
-from stretto.compress.state import State
-from stretto.engine.lane import Errand
 from stretto.errors import ConfigurationError
-from stretto.schedule.orders import Schedule
 
-PRECISE = (torch.float32, torch.float64)
 LARGE_BYTES = 64 << 10  # from here on a gradient is copied as soon as it is there: while it is in the cache, and to free it
 
 _HAS_GRAPH = attrgetter("requires_grad")  # asked of every gradient in every round: without a Python frame for each
 _IS_SPARSE = attrgetter("is_sparse")
 
 
-class Notes(NamedTuple):
-    """What every worker says about itself in the closing bucket; on return, the mean over all of them."""
-
-    weight: float
-    late: float
-    failed: float
-    present: float
-    infinite: float = 0.0
-
-
-NUM_NOTES = len(Notes._fields)
-
-
 class Bucket:
-    """One flat buffer and how far it is in this round."""
+    """One flat buffer and how far it is in this round. `early`: it may leave as soon as its last gradient is there."""
 
     def __init__(
         self,
         members: Sequence[tuple[str, Tensor]],
         dtype: torch.dtype,
         device: torch.device,
-        num_notes: int = 0,
-        compression: Compression | None = None,
         *,
-        notes_apart: bool = False,
+        early: bool = True,
+        tail: int = 0,
+        tail_on_host: bool = False,
     ) -> None:
-        self.number = 0
+        self.number = 0  # its place in the arrangement
         self.names = [name for name, _ in members]
         self.parameters = [parameter for _, parameter in members]
         self.num_gradient_elements = sum(parameter.numel() for parameter in self.parameters)
-        self._num_notes, self._notes_apart = num_notes, notes_apart
+        self.early = early
+        self._tail_elements, self._tail_on_host = tail, tail_on_host
         self._take_memory(dtype, device)
         self.large = [view.nbytes >= LARGE_BYTES for view in self.views]
-        self.fired = [False] * len(members)
         self.used = [True] * len(members)
-        self.missing = len(members)
-        self.sent = False
-        self.waits = False  # for the end of backward, although it may be full before
-        self.pending: Pending | None = None
-        self.bring_back: Callable[[], None] | None = None
-        self.compression = compression or NoCompression()
-        self.layout = Layout.in_memory((name, parameter.shape, _order(parameter)) for name, parameter in members)
-        self.state = None if self.compression.lossless else State(self.layout, device)
-        self.turn: Turn | None = None  # in this round, if it is compressed
-        self.errand: Errand | None = None
-        self.kept: dict[Any, Any] = {}
+        self.leaves_early = early  # in this round
+        self.reset()
 
     def _take_memory(self, dtype: torch.dtype, device: torch.device) -> None:
-        count = self.num_gradient_elements
-        self.flat = torch.zeros(count + self._num_notes, dtype=dtype, device=device)
+        count, tail = self.num_gradient_elements, self._tail_elements
+        self.flat = torch.zeros(count + tail, dtype=dtype, device=device)
         self.views = _views(self.flat, self.parameters)
-        apart = torch.zeros(self._num_notes, dtype=dtype, device="cpu") if self._notes_apart else None
-        self.notes = self.flat[count:] if apart is None else apart
+        self.tail = torch.zeros(tail, dtype=dtype, device="cpu") if self._tail_on_host else self.flat[count:]
         self.on_wire = _alias(self.flat)
         self._references = list(map(sys.getrefcount, self.views))
         self._users = _num_users(self.flat)
@@ -162,34 +122,20 @@ class Bucket:
                 torch._foreach_copy_(targets, sources)
 
     def let_go(self) -> None:
+        """No parameter has a gradient."""
         for parameter in self.parameters:
             parameter.grad = None
 
-    def write(self, notes: Notes, used: Sequence[bool]) -> None:
-        """Of the closing bucket: what this worker has to say."""
-        self.notes.fill_(1.0)
-        self.notes[:NUM_NOTES].copy_(torch.tensor(notes, dtype=self.notes.dtype, device="cpu"))
-        if not all(used):
-            self.notes[NUM_NOTES:].copy_(torch.tensor(used, dtype=self.notes.dtype, device="cpu"))
-
-    def read(self) -> tuple[Notes, list[float]]:
-        """Of the closing bucket: what all workers have said, and for each parameter which share of them has a gradient."""
-        values = self.notes.tolist()
-        return Notes(*values[:NUM_NOTES]), values[NUM_NOTES:]
-
-    def forget(self) -> None:
-        """What its compression remembers."""
-        if self.state is not None:
-            self.state = State(self.layout, self.flat.device)
+    def hand_out(self, used: Sequence[bool]) -> None:
+        """Every parameter's gradient lies here from now on; one that nobody has used has none."""
+        for parameter, view, somewhere in zip(self.parameters, self.views, used, strict=True):
+            parameter.grad = view if somewhere else None
 
     def reset(self) -> None:
+        """The next round may begin."""
         self.fired = [False] * len(self.parameters)
         self.missing = len(self.parameters)
         self.sent = False
-        self.pending = None
-        self.bring_back = None
-        self.turn = None
-        self.errand = None
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
@@ -235,8 +181,8 @@ def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
-def _order(tensor: Tensor) -> tuple[int, ...] | None:
-    """Of its dimensions in memory, the outermost first, where that is not their own; see `_views`."""
+def dimension_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Its dimensions as its gradient lies in memory, the outermost first, where that is not their own order; see `_views`."""
     if tensor.is_contiguous() or not _is_dense(tensor):
         return None
     return tuple(sorted(range(tensor.dim()), key=lambda dimension: tensor.stride()[dimension], reverse=True))
@@ -254,50 +200,25 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-Key = tuple[torch.dtype, torch.device, Compression]
-
-
-def make_buckets(
-    named: Sequence[tuple[str, Tensor]], schedule: Schedule, device: torch.device, compress: Compression | None = None
-) -> list[Bucket]:
-    """Group parameters, in reverse order of registration (the order in which gradients come), one dtype, device and compression
-    to a bucket. The last one returned is the closing bucket; with a lossy compression it holds no gradients.
-
-    `device`: where the notes are to lie.
-    """
-    compress = compress or NoCompression()
-    groups = _group(named, schedule, compress)
-    precise = (group for group in reversed(groups) if gradient_dtype(group[0][1]) in PRECISE)
-    closing = next(precise, None) if compress.lossless else None
-    buckets = [_bucket(group, compress) for group in groups if group is not closing]
-    num_notes = NUM_NOTES + len(named)
-    if closing is None:
-        buckets.append(Bucket([], torch.float32, device, num_notes))
-    else:
-        dtype, theirs = gradient_dtype(closing[0][1]), closing[0][1].device
-        buckets.append(Bucket(closing, dtype, theirs, num_notes, notes_apart=theirs.type == "cuda" and device.type == "cpu"))
-    for number, bucket in enumerate(buckets):
-        bucket.number = number
-    return buckets
-
-
-def _bucket(group: list[tuple[str, Tensor]], compress: Compression) -> Bucket:
-    name, parameter = group[0]
-    answer = compress.for_parameter(name, tuple(parameter.shape))
-    return Bucket(group, gradient_dtype(parameter), parameter.device, compression=answer)
-
-
-def _group(named: Sequence[tuple[str, Tensor]], schedule: Schedule, compress: Compression) -> list[list[tuple[str, Tensor]]]:
-    filling: dict[Key, list[tuple[str, Tensor]]] = {}
-    sizes: dict[Key, int] = {}
+def group_parameters(
+    named: Sequence[tuple[str, Tensor]],
+    first_bytes: int | None,
+    bytes_each: int | None,
+    kind: Callable[[str, Tensor], Hashable],
+) -> list[list[tuple[str, Tensor]]]:
+    """Parameters in reverse order of registration, the order in which gradients come, cut into groups of about `bytes_each`
+    (None: without a limit), the first of `first_bytes`. A group has one dtype of gradients, one device and one `kind`."""
+    filling: dict[Hashable, list[tuple[str, Tensor]]] = {}
+    sizes: dict[Hashable, int] = {}
     groups: list[list[tuple[str, Tensor]]] = []
-    limit = schedule.first_bucket_bytes
+    limit = first_bytes
     for name, parameter in reversed(named):
-        key = (gradient_dtype(parameter), parameter.device, compress.for_parameter(name, tuple(parameter.shape)))
+        dtype = gradient_dtype(parameter)
+        key = (dtype, parameter.device, kind(name, parameter))
         filling.setdefault(key, []).append((name, parameter))
-        sizes[key] = sizes.get(key, 0) + parameter.numel() * key[0].itemsize
+        sizes[key] = sizes.get(key, 0) + parameter.numel() * dtype.itemsize
         if limit is not None and sizes[key] >= limit:
             groups.append(filling.pop(key))
             sizes[key] = 0
-            limit = schedule.bucket_bytes
+            limit = bytes_each
     return groups + list(filling.values())

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Waiting(Protocol):
+class Listener(Protocol):
     def end_of_backward(self) -> None:
         """The backward has ended well."""
 
@@ -22,19 +22,19 @@ class Waiting(Protocol):
 
 
 class EndOfBackward:
-    """Tells `waiting`, which it holds weakly: autograd's own references are beyond the garbage collector's sight."""
+    """Tells `listener`, which it holds weakly: autograd's own references are beyond the garbage collector's sight."""
 
-    def __init__(self, waiting: Waiting, number: int) -> None:
-        self._waiting: weakref.ref[Any] = weakref.ref(waiting)
+    def __init__(self, listener: Listener, number: int) -> None:
+        self._listener: weakref.ref[Any] = weakref.ref(listener)
         self._number = number
         self._called = False
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     def __call__(self) -> None:
         self._called = True
-        if (waiting := self._waiting()) is not None:
-            waiting.end_of_backward()
+        if (listener := self._listener()) is not None:
+            listener.end_of_backward()
 
     def __del__(self) -> None:
-        if not self._called and (waiting := self._waiting()) is not None:
-            waiting.backward_died(self._number)
+        if not self._called and (listener := self._listener()) is not None:
+            listener.backward_died(self._number)

@@ -40,6 +40,7 @@ class LoopState:
     def __init__(self, optimizers: tuple[Optimizer, ...], scaler: torch.amp.GradScaler | None) -> None:
         self.optimizers = optimizers  # those given to distribute()
         self.scaler = scaler
+        self.joining = False  # workers may run out of data at different times
         self.rounds = 0  # that have given this worker gradients, since all workers were made equal
         self.backwards: set[int] = set()  # under no_sync since the last round, by autograd's number
         self.others: WeakSet[Optimizer] = WeakSet()  # that step the model's parameters and were not given to distribute()
@@ -49,6 +50,8 @@ class LoopState:
 
     def text(self) -> str:
         """What must be the same on all workers when a round ends."""
+        if self.joining:
+            return ""
         steps = ", ".join(name if times == 1 else f"{times} times {name}" for name, times in self._steps)
         parts = [
             f"learning rates {self.learning_rates()}",

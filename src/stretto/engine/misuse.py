@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from stretto.compress.codec import Compression
 from stretto.errors import ConfigurationError
 
 
-def second_mean(compress: Compression) -> ConfigurationError:
+def second_mean(answer: str) -> ConfigurationError:
     return ConfigurationError(
-        f"a second backward before optimizer.step(), with compress={compress!r}: p.grad already holds the "
+        f"a second backward before optimizer.step(), with {answer}: p.grad already holds the "
         f"mean over all workers, and what is on top of it would be compressed together with it, again.\n"
         f"Put all but the last backward into `with stretto.no_sync(model):`, or call optimizer.zero_grad() (with "
         f"set_to_none=True, the default) before the next one if this step is to be left out. (Re-entrant checkpointing "
@@ -58,9 +57,9 @@ def synchronize_in_no_sync(model: str) -> ConfigurationError:
     )
 
 
-def synchronize_over_mean(compress: Compression, rank: int) -> ConfigurationError:
+def synchronize_over_mean(answer: str, rank: int) -> ConfigurationError:
     return ConfigurationError(
-        f"synchronize() with compress={compress!r}: on rank {rank} p.grad still holds the mean of a former round, which no step "
+        f"synchronize() with {answer}: on rank {rank} p.grad still holds the mean of a former round, which no step "
         f"has used, and what was accumulated on top of it would be compressed together with it, again.\n"
         f"Call optimizer.step() or optimizer.zero_grad() (with set_to_none=True, the default) after every synchronize()."
     )

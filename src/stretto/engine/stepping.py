@@ -2,7 +2,8 @@
 
 Every optimizer that steps parameters of a distributed model passes here: those given to `distribute` by hooks of their own,
 others (made later, or inside another optimizer) by torch's hooks for all optimizers. Before a step the engine closes what is
-open and refuses gradients that are not combined; after it the step is noted for the next round's label (`loop_state.py`).
+open, refuses gradients that are not combined, and puts aside those that are not to step; after it the step is noted
+(`loop_state.py`).
 
 The hooks for all optimizers are set once for the process and stay: they keep no state, and find the engine of a parameter by the
 hook that it has on the parameter. (Taking them off again would change torch's table while another thread steps.)
@@ -15,7 +16,7 @@ closure: `return stretto.all_reduce(loss.item())`.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +59,26 @@ class Given:
         return prepare([self._engine], optimizer, args, kwargs)
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
-        self._engine.loop.stepped(optimizer)
+        self._engine.after_step(optimizer)
+
+
+class PutAside:
+    """Gradients that a step is not to see. A parameter without one is left as it is by every optimizer of torch's."""
+
+    def __init__(self) -> None:
+        self._gradients: dict[Tensor, Tensor] = {}
+
+    def put(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._gradients[parameter], parameter.grad = parameter.grad, None
+
+    def give_back(self) -> None:
+        """What has got another gradient since keeps that one."""
+        for parameter, gradient in self._gradients.items():
+            if parameter.grad is None:
+                parameter.grad = gradient
+        self._gradients.clear()
 
 
 def watch_all_optimizers() -> None:
@@ -79,7 +99,7 @@ def before_any(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
 
 def after_any(optimizer: Optimizer, *_: Any) -> None:
     for engine in engines_of_another(optimizer):
-        engine.loop.stepped(optimizer)
+        engine.after_step(optimizer)
 
 
 def engines_of_another(optimizer: Optimizer) -> list[Engine]:

@@ -25,6 +25,7 @@ import contextlib
 import ctypes
 import errno
 import logging
+import math
 import os
 import queue
 import resource
@@ -34,7 +35,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -45,22 +45,22 @@ from stretto.launching import secret as secrets
 from stretto.launching.doorstep import Doorstep
 from stretto.launching.hosts import host_identity, join_address, resolve, split_address
 from stretto.launching.membership import (
+    CHECKER,
+    DOOR,
     PROTOCOL,
-    Action,
-    Ask,
     Check,
-    Ended,
+    Checked,
     FromCoordinator,
     FromWorker,
-    Join,
     Membership,
     Refusal,
     Refused,
-    Send,
     Why,
 )  # fmt: skip
 from stretto.launching.refusals import RefusalMonitor
 from stretto.launching.zap import ZapHandler, secure_server
+from stretto.protocol.machine import Actions, HeaderReader, Node, SendMessage, SetTimer
+from stretto.protocol.timers import Timers
 
 CHECK_DEADLINE_S = 5.0
 TRY_AGAIN_S = 0.05
@@ -74,12 +74,6 @@ PREFIX = b"stretto/"
 log = logging.getLogger("stretto.launching")
 
 
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    check: Check
-    why_not: str | None
-
-
 class Coordinator:
     """Membership with a socket. `serve` blocks until the job is over; everything happens in the calling thread, except
     the TCP checks, which wait in threads of their own."""
@@ -87,13 +81,15 @@ class Coordinator:
     def __init__(self, bind: str, world_size: int, secret: bytes, encrypted: bool) -> None:
         nonce = os.urandom(NONCE_BYTES)
         self.membership = Membership(world_size, host_identity(), encrypted=encrypted, nonce=nonce)
-        self._decoder = msgspec.msgpack.Decoder(FromWorker)
+        self._reader = HeaderReader(self.membership)
+        self._timers: Timers[str] = Timers()
+        self._warned_of: set[Why] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = ZapHandler(self._context, secret)
         self._router = self._context.socket(zmq.ROUTER)
         self._doorstep = Doorstep(_affordable(MAX_STRANGERS + world_size))
         self._refusals = RefusalMonitor(self._router, self._doorstep)
-        self._checked: queue.SimpleQueue[_Checked] = queue.SimpleQueue()
+        self._checked: queue.SimpleQueue[Checked] = queue.SimpleQueue()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
@@ -124,8 +120,9 @@ class Coordinator:
         poller = zmq.Poller()
         for source in (self._router, self._door.socket, self._refusals.socket, self._wake_in.fileno()):
             poller.register(source, zmq.POLLIN)
-        while not self.membership.finished(time.monotonic()) and not orphaned():
-            ready = dict(poller.poll(int(TICK_S * 1000)))
+        while not self.membership.finished and not orphaned():
+            patience_s = min(TICK_S, max(0.0, self._timers.next_at() - time.monotonic()))
+            ready = dict(poller.poll(math.ceil(patience_s * 1000)))
             if self._door.socket in ready:
                 self._answer_door()
             if self._refusals.socket in ready:
@@ -134,7 +131,7 @@ class Coordinator:
                 self._take_checks()
             if self._router in ready:
                 self._take_message()
-            self._perform(self.membership.tick(time.monotonic()))
+            self._timers.fire(time.monotonic(), self._ring)
         if self.membership.failure is not None:
             log.warning("the job could not be formed: %s", self.membership.failure)
 
@@ -152,11 +149,13 @@ class Coordinator:
         before = self._door.refused
         self._door.handle()
         if self._door.refused > before:
-            self.membership.refused(Refusal(Why.SECRET, self._door.last_refused))
+            self._tell(DOOR, Refusal(Why.SECRET, self._door.last_refused))
 
     def _note_refusals(self, refusals: Sequence[Refusal]) -> None:
         for refusal in refusals:
-            if self.membership.refused(refusal) == 1:  # once: it tries again and again
+            self._tell(DOOR, refusal)
+            if refusal.why not in self._warned_of:  # once: it tries again and again
+                self._warned_of.add(refusal.why)
                 log.warning("refused a connection from %s: it %s", refusal.address, refusal.why.value)
 
     def _take_message(self) -> None:
@@ -172,29 +171,25 @@ class Coordinator:
         if frames[0] != PREFIX + str(PROTOCOL).encode():
             self._send(sender, other_protocol(frames[0]))
             return
-        try:
-            message = self._decoder.decode(frames[1])
-        except msgspec.MsgspecError as error:
-            log.warning("ignored a message that cannot be read: %s", error)
-            return
-        self._perform(self._event(sender, message))
+        message = self._reader.read(sender, frames[1])
+        if message is not None:
+            self._tell(sender, message)
 
-    def _event(self, sender: bytes, message: FromWorker) -> list[Action]:
-        now = time.monotonic()
-        if isinstance(message, Join):
-            return self.membership.join(sender, message, now)
-        if isinstance(message, Ask):
-            return self.membership.ask(sender, message)
-        if isinstance(message, Ended):
-            return self.membership.ended(message, now)
-        return self.membership.leave(message, now)
+    def _tell(self, source: Node, message: FromWorker | Checked | Refusal) -> None:
+        self._perform(self.membership.on_message(time.monotonic(), source, message, memoryview(b"")))
 
-    def _perform(self, actions: Sequence[Action]) -> None:
+    def _ring(self, timer: str) -> None:
+        self._perform(self.membership.on_timer(time.monotonic(), timer))
+
+    def _perform(self, actions: Actions) -> None:
         for action in actions:
-            if isinstance(action, Send):
-                self._send(action.to, action.message)
-            else:
-                self._checkers.submit(self._check, action)
+            match action:
+                case SendMessage(bytes(to), message):
+                    self._send(to, message)
+                case SendMessage(_, Check() as check):
+                    self._checkers.submit(self._check, check)
+                case SetTimer(name, after_s):
+                    self._timers.set(name, None if after_s is None else time.monotonic() + after_s)
 
     def _send(self, to: bytes, message: FromCoordinator) -> None:
         # ROUTER drops what is for a worker that is gone: it will ask again if it comes back.
@@ -202,7 +197,7 @@ class Coordinator:
 
     def _check(self, check: Check) -> None:
         """In a checker thread: does this address answer?"""
-        self._checked.put(_Checked(check, why_unreachable(check.address, CHECK_DEADLINE_S)))
+        self._checked.put(Checked(check, why_unreachable(check.address, CHECK_DEADLINE_S)))
         with contextlib.suppress(OSError):  # full: a wake-up is pending already; closed: nobody needs to know
             self._wake_out.send(b".")
 
@@ -211,14 +206,10 @@ class Coordinator:
             self._wake_in.recv(4096)
         while True:
             try:
-                done = self._checked.get_nowait()
+                checked = self._checked.get_nowait()
             except queue.Empty:
                 return
-            rank, token = done.check.rank, done.check.token
-            if done.why_not is None:
-                self._perform(self.membership.reachable(rank, token))
-            else:
-                self._perform(self.membership.unreachable(rank, token, done.why_not, time.monotonic()))
+            self._tell(CHECKER, checked)
 
 
 def _affordable(connections: int) -> int:

@@ -1,11 +1,13 @@
-"""Who is in the job: the state machine that introduces workers, without a socket, a clock or a thread.
+"""Who is in the job: the machine that introduces workers (`protocol/machine.py`), without a socket, a clock or a thread.
 
     worker -> coordinator      Join, Ask, Leave
     launcher -> coordinator    Ended (a worker that the others need not wait for)
     coordinator -> worker      Waiting (who is missing), Table (everybody: the job is formed), Refused (why not)
+    coordinator <-> CHECKER    Check (does that address answer?), Checked
+    DOOR -> coordinator        Refusal (somebody was turned away)
 
-Each method of `Membership` takes one event and the time, and returns what is to be done: `Send` a message, or `Check`
-that an address answers (the answer comes back as `reachable` or `unreachable`). The phases:
+The checker and the door are parts of the coordinator's own process, and neither can be impersonated: a node's name is bytes
+where it comes from the network, and `Checked` and `Refusal` are not among the headers that are read there. The phases:
 
     FORMING --all joined, all addresses answer--> FORMED --all left--> finished
        \\--deadline, unreachable address, a worker leaves or has ended--> FAILED --all told, or LINGER_S later--> finished
@@ -22,13 +24,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from stretto.launching.hosts import host_name, is_loopback, split_address
+from stretto.protocol.machine import Actions, Machine, Node, SendMessage, SetTimer
 
 PROTOCOL = 3  # goes in front of every message; raise it when a message changes its meaning
 LINGER_S = 30.0  # how long a failed job tells latecomers why
+CHECKER: Final = "checker"
+DOOR: Final = "door"
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -110,20 +116,17 @@ FromWorker = Join | Ask | Leave | Ended
 FromCoordinator = Waiting | Table | Refused
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    to: bytes
-    message: FromCoordinator
+class Check(msgspec.Struct, frozen=True, tag="check"):
+    """Does somebody accept connections at this address?"""
 
-
-@dataclass(frozen=True, slots=True)
-class Check:
     rank: int
     token: str
     address: str
 
 
-Action = Send | Check
+class Checked(msgspec.Struct, frozen=True, tag="checked"):
+    check: Check
+    why_not: str | None  # None: somebody does
 
 
 class Why(enum.Enum):
@@ -148,7 +151,7 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class _Member:
-    sender: bytes
+    sender: Node
     join: Join
     deadline: float
     answers: bool = False
@@ -158,9 +161,11 @@ class _Member:
         return f"pid {self.join.pid} on host {host_name(self.join.host)} ({self.join.address})"
 
 
-class Membership:
-    """The coordinator's knowledge of the job. Only its methods change it; none blocks, none raises on what a worker
-    sent. `encrypted` is what every worker must say of its own traffic, `nonce` is random and passed on to all."""
+class Membership(Machine):
+    """The coordinator's knowledge of the job. No event raises because of what a worker sent. `encrypted` is what every worker
+    must say of its own traffic, `nonce` is random and passed on to all."""
+
+    header_type = FromWorker
 
     def __init__(self, world_size: int, host: str, *, encrypted: bool, nonce: bytes) -> None:
         self.world_size = world_size
@@ -171,16 +176,39 @@ class Membership:
         self._members: dict[int, _Member] = {}
         self._ended: dict[int, Ended] = {}  # processes that ended without joining
         self._failure = Refused("job", "")
-        self._failed_at = 0.0
+        self._lingered = False
         self._told: set[int] = set()  # ranks that know of the failure
         self._refused: dict[Why, tuple[int, str]] = {}  # how many, and the last one's address
 
     # Events
 
-    def join(self, sender: bytes, message: Join, now: float) -> list[Action]:
+    def on_message(self, now: float, source: Node, header: FromWorker | Checked | Refusal, payload: memoryview) -> Actions:
+        match header:
+            case Join():
+                return self._join(source, header, now)
+            case Ask():
+                return self._ask(source, header)
+            case Leave():
+                return self._leave(header)
+            case Ended():
+                return self._ended_elsewhere(header)
+            case Checked():
+                return self._checked(header)
+            case Refusal():
+                self._note(header)
+        return ()
+
+    def on_timer(self, now: float, name: str) -> Actions:
+        if name == "linger":
+            self._lingered = True
+        elif self.phase is Phase.FORMING and self._members:
+            return self._too_late() if self._deadline() <= now else [self._set_deadline(now)]
+        return ()
+
+    def _join(self, sender: Node, message: Join, now: float) -> Actions:
         problem = self._problem_with(message)
         if problem is not None:
-            return [Send(sender, problem)]
+            return [SendMessage(sender, problem)]
         member = self._members.get(message.rank)
         if member is not None and member.join.token == message.token:
             member.sender = sender
@@ -190,25 +218,25 @@ class Membership:
             member = self._members.get(message.rank)
         elif member is not None and message.restart > member.join.restart:
             # It belongs to the next attempt, whose coordinator will stand at this address once this one has ended.
-            return [Send(sender, Waiting([rank for rank in range(self.world_size) if rank != message.rank]))]
+            return [SendMessage(sender, Waiting([rank for rank in range(self.world_size) if rank != message.rank]))]
         if self.phase is Phase.FAILED:
             self._told.add(message.rank)
-            return [Send(sender, self._failure)]
+            return [SendMessage(sender, self._failure)]
         if member is not None:
-            return [Send(sender, _rank_taken(message, member))]
+            return [SendMessage(sender, _rank_taken(message, member))]
         return self._admit(_Member(sender, message, deadline=now + message.patience_s), now)
 
-    def ask(self, sender: bytes, message: Ask) -> list[Action]:
+    def _ask(self, sender: Node, message: Ask) -> Actions:
         member = self._members.get(message.rank)
         if member is None or member.join.token != message.token:
-            return []  # a stranger to this coordinator (it was restarted, say): the worker's own deadline speaks
+            return ()  # a stranger to this coordinator (it was restarted, say): the worker's own deadline speaks
         member.sender = sender
         return self._status(member)
 
-    def leave(self, message: Leave, now: float) -> list[Action]:
+    def _leave(self, message: Leave) -> Actions:
         member = self._members.get(message.rank)
         if member is None or (member.join.host, member.join.pid) != (message.host, message.pid):
-            return []
+            return ()
         member.left = True
         if self.phase is Phase.FORMING:
             return self._fail(
@@ -216,49 +244,47 @@ class Membership:
                 f"Rank {message.rank} ({member}) gave up before all {self.world_size} workers had met, so the job "
                 "cannot be formed.\n"
                 f"Read the output of rank {message.rank} for the reason, then start the job again.",
-                now,
             )
-        return []
+        return ()
 
-    def ended(self, message: Ended, now: float) -> list[Action]:
+    def _ended_elsewhere(self, message: Ended) -> Actions:
         """A launcher says that a worker's process has ended. That matters only to those who wait for it: a script in which no
         worker calls `stretto.init()` is fine, so the job fails when somebody has joined, or as soon as somebody does."""
         if self.phase is not Phase.FORMING or not 0 <= message.rank < self.world_size:
-            return []
+            return ()
         member = self._members.get(message.rank)
         if member is not None and (member.join.host, member.join.pid) == (message.host, message.pid):
             member.left = True
-            return self._fail_without(message, "before all workers had met", now)
+            return self._fail_without(message, "before all workers had met")
         if member is None and not self._has_later_attempt(message):
             self._ended[message.rank] = message
-        return self._fail_if_somebody_waits(now)
+        return self._fail_if_somebody_waits()
 
-    def reachable(self, rank: int, token: str) -> list[Action]:
-        member = self._members.get(rank)
-        if member is None or member.join.token != token or self.phase is not Phase.FORMING:
-            return []
+    def _checked(self, checked: Checked) -> Actions:
+        member = self._members.get(checked.check.rank)
+        if member is None or member.join.token != checked.check.token or self.phase is not Phase.FORMING:
+            return ()
+        if checked.why_not is not None:
+            return self._fail("unreachable", self._unreachable_text(member.join, checked.why_not))
         member.answers = True
         if len(self._members) < self.world_size or not all(member.answers for member in self._members.values()):
-            return []
+            return ()
         self.phase = Phase.FORMED
-        return [Send(member.sender, self._table()) for member in self._members.values()]
+        return [SendMessage(member.sender, self._table()) for member in self._members.values()]
 
-    def unreachable(self, rank: int, token: str, why: str, now: float) -> list[Action]:
-        member = self._members.get(rank)
-        if member is None or member.join.token != token or self.phase is not Phase.FORMING:
-            return []
-        return self._fail("unreachable", self._unreachable_text(member.join, why), now)
-
-    def refused(self, refusal: Refusal) -> int:
-        """Somebody was turned away at the door; how many were, for that reason. Workers that wait hear of it when they ask."""
+    def _note(self, refusal: Refusal) -> None:
+        """Somebody was turned away at the door. Workers that wait hear of it when they ask."""
         count, _ = self._refused.get(refusal.why, (0, ""))
         self._refused[refusal.why] = (count + 1, refusal.address)
-        return count + 1
 
-    def tick(self, now: float) -> list[Action]:
-        if self.phase is not Phase.FORMING or all(now < member.deadline for member in self._members.values()):
-            return []
-        waited = min((member.join.meet_s for member in self._members.values()), default=0.0)
+    def _deadline(self) -> float:
+        return min(member.deadline for member in self._members.values())
+
+    def _set_deadline(self, now: float) -> SetTimer:
+        return SetTimer("deadline", self._deadline() - now)
+
+    def _too_late(self) -> Actions:
+        waited = min(member.join.meet_s for member in self._members.values())
         if not self.missing:
             slow = [rank for rank, member in self._members.items() if not member.answers]
             return self._fail(
@@ -266,13 +292,11 @@ class Membership:
                 f"All {self.world_size} workers are here, but within {waited:g} s it could not be checked that the "
                 f"address of {ranks_text(slow)} answers.\n"
                 "Allow more time with --meet-timeout or STRETTO_MEET_TIMEOUT, or look for a firewall between the hosts.",
-                now,
             )
         return self._fail(
             "job",
             f"{ranks_text(self.missing).capitalize()} of {self.world_size} did not join within {waited:g} s; "
             f"{ranks_text(sorted(self._members))} waited.\n{what_to_do(self.refusals)}",
-            now,
         )
 
     # State
@@ -294,18 +318,19 @@ class Membership:
     def failure(self) -> str | None:
         return self._failure.reason if self.phase is Phase.FAILED else None
 
-    def finished(self, now: float) -> bool:
+    @property
+    def finished(self) -> bool:
         """Nobody needs the coordinator any more."""
         if self.phase is Phase.FORMED:
             return all(member.left for member in self._members.values())
         if self.phase is Phase.FAILED:
             gone = {rank for rank, member in self._members.items() if member.left}
-            return len(gone | self._told) == self.world_size or now - self._failed_at > LINGER_S
+            return len(gone | self._told) == self.world_size or self._lingered
         return False
 
     # Transitions
 
-    def _admit(self, member: _Member, now: float) -> list[Action]:
+    def _admit(self, member: _Member, now: float) -> Actions:
         message = member.join
         self._members[message.rank] = member
         stranded = self._stranded_on_loopback()
@@ -314,10 +339,11 @@ class Membership:
                 "a loopback address reaches nobody outside its own host, and the workers and the coordinator of this "
                 "job are on different hosts"
             )
-            return self._fail("unreachable", self._unreachable_text(stranded, why), now)
-        if failed := self._fail_if_somebody_waits(now):
+            return self._fail("unreachable", self._unreachable_text(stranded, why))
+        if failed := self._fail_if_somebody_waits():
             return failed
-        return [Send(member.sender, self._waiting()), Check(message.rank, message.token, message.address)]
+        check = SendMessage(CHECKER, Check(message.rank, message.token, message.address))
+        return [SendMessage(member.sender, self._waiting()), check, self._set_deadline(now)]
 
     def _forget_former_attempt(self, message: Join) -> None:
         """A launcher that starts a worker again has ended all of its workers before."""
@@ -328,35 +354,33 @@ class Membership:
     def _has_later_attempt(self, message: Ended) -> bool:
         return any(_precedes(message, member.join) for member in self._members.values())
 
-    def _fail_if_somebody_waits(self, now: float) -> list[Action]:
+    def _fail_if_somebody_waits(self) -> Actions:
         if not self._ended or not self._members:
-            return []
-        return self._fail_without(self._ended[min(self._ended)], "without having called stretto.init()", now)
+            return ()
+        return self._fail_without(self._ended[min(self._ended)], "without having called stretto.init()")
 
-    def _fail_without(self, message: Ended, when: str, now: float) -> list[Action]:
+    def _fail_without(self, message: Ended, when: str) -> Actions:
         waiting = ranks_text(rank for rank, member in self._members.items() if not member.left)
         return self._fail(
             "job",
             f"Rank {message.rank} of {self.world_size} (pid {message.pid} on host {host_name(message.host)}) {message.how} "
             f"{when}, so {waiting} would wait for it in vain.\n"
             f"Read the output of rank {message.rank}, and let every worker of the job call stretto.init(), or none.",
-            now,
         )
 
-    def _fail(self, kind: str, reason: str, now: float) -> list[Action]:
+    def _fail(self, kind: str, reason: str) -> Actions:
         self.phase = Phase.FAILED
         self._failure = Refused(kind, reason)
-        self._failed_at = now
         waiting = [member for member in self._members.values() if not member.left]
         self._told.update(member.join.rank for member in waiting)
-        return [Send(member.sender, self._failure) for member in waiting]
+        return [*(SendMessage(member.sender, self._failure) for member in waiting), SetTimer("linger", LINGER_S)]
 
-    def _status(self, member: _Member) -> list[Action]:
+    def _status(self, member: _Member) -> Actions:
         if self.phase is Phase.FORMED:
-            return [Send(member.sender, self._table())]
+            return [SendMessage(member.sender, self._table())]
         if self.phase is Phase.FAILED:
-            return [Send(member.sender, self._failure)]
-        return [Send(member.sender, self._waiting())]
+            return [SendMessage(member.sender, self._failure)]
+        return [SendMessage(member.sender, self._waiting())]
 
     def _waiting(self) -> Waiting:
         return Waiting(self.missing, self.refusals)
@@ -386,7 +410,7 @@ class Membership:
                 "Check --node and -n, or the variables your launcher sets.",
             )
         if message.encrypted != self._encrypted:
-            self.refused(Refusal(Why.ENCRYPTION, host_name(message.host)))
+            self._note(Refusal(Why.ENCRYPTION, host_name(message.host)))
             return Refused(
                 "configuration",
                 f"{who} has encryption {_on(message.encrypted)}, but this job was started with encryption "

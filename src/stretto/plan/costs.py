@@ -352,6 +352,8 @@ FORMULAS: Mapping[tuple[Kind, str], Formula] = MappingProxyType(
         (Kind.REDUCE_SCATTER, "direct"): Formula("(P-1)α + m(P-1)/P·β + m(P-1)/P·γ", _chunked(_no_wait, 1, 1)),
         (Kind.ALL_GATHER, "ring"): Formula("(P-1)α + m(P-1)/P·β", _chunked(_no_wait, 1, 0)),
         (Kind.ALL_GATHER, "direct"): Formula("(P-1)α + m(P-1)/P·β", _chunked(_no_wait, 1, 0)),
+        (Kind.GATHER, "direct"): Formula("(P-1)α + m(P-1)/P·β", _chunked(_no_wait, 1, 0)),
+        (Kind.SCATTER, "direct"): Formula("(P-1)α + m(P-1)/P·β", _chunked(_no_wait, 1, 0)),
         (Kind.ALL_TO_ALL, "transpose"): Formula("(P-1)α + m(P-1)/P·β", _chunked(_no_wait, 1, 0)),
         (Kind.BROADCAST, "binomial"): Formula("h(α + mβ)", _whole(depth, lambda P: 0)),
         (Kind.BROADCAST, "chain"): Formula("(P-1)(α + mβ); k segments: (P+k-2)(α + m/k·β)", _whole(_no_wait, lambda P: 0)),

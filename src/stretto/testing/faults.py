@@ -13,6 +13,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from stretto.errors import ConfigurationError
 from stretto.testing.network_model import Link, NodeName
@@ -106,10 +107,16 @@ class Trace:
     def __init__(self, keep: int = 5000) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
         self.entries: deque[tuple[float, str]] = deque(maxlen=keep)
+        self._unhashed = 0
 
     def record(self, now: float, what: str) -> None:
-        self._hash.update(f"{now!r} {what}\n".encode())
         self.entries.append((now, what))
+        self._unhashed += 1
+        if self._unhashed == self.entries.maxlen:
+            self.hexdigest()
 
     def hexdigest(self) -> str:
+        for now, what in islice(self.entries, len(self.entries) - self._unhashed, None):
+            self._hash.update(f"{now!r} {what}\n".encode())
+        self._unhashed = 0
         return self._hash.hexdigest()

@@ -73,7 +73,7 @@ def _check_headers(plans: Sequence[Plan]) -> None:
     for rank, plan in enumerate(plans):
         if (plan.kind, plan.algorithm, plan.size, plan.num_chunks, plan.root, plan.ports) != same or plan.rank != rank:
             raise _fail(plan, "agreement", f"the plan given for rank {rank} is not of one kind with that of rank 0")
-    needed = plans[0].size if first.kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL) else None
+    needed = plans[0].size if first.kind in CUT_BY_RANK else None
     if needed is not None and first.num_chunks != needed:
         raise _fail(first, "agreement", f"it has {first.num_chunks} chunks, {first.kind.value} needs {needed}")
 
@@ -106,6 +106,7 @@ def _check_ports(plan: Plan) -> None:
             raise _fail(plan, "ports", f"rank {plan.rank} {verb} {sorted(met)} in step {step}, with ports={plan.ports}")
 
 
+CUT_BY_RANK = (Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.GATHER, Kind.SCATTER, Kind.ALL_TO_ALL)  # as many chunks as ranks
 Message = tuple[int, int, int]  # sender, receiver, number
 
 
@@ -360,6 +361,16 @@ def _gathered(plan: Plan, world: _World) -> None:
             _holds_symbol(plan, world, rank, chunk, chunk, chunk)
 
 
+def _gathered_at_root(plan: Plan, world: _World) -> None:
+    for chunk in range(plan.num_chunks):
+        _holds_symbol(plan, world, plan.root, chunk, chunk, chunk)
+
+
+def _scattered(plan: Plan, world: _World) -> None:
+    for rank in range(plan.size):
+        _holds_symbol(plan, world, rank, rank, plan.root, rank)
+
+
 def _transposed(plan: Plan, world: _World) -> None:
     for rank in range(plan.size):
         for chunk in range(plan.num_chunks):
@@ -379,6 +390,8 @@ _PROMISES: dict[Kind, Callable[[Plan, _World], None]] = {
     Kind.BROADCAST: _broadcasted,
     Kind.REDUCE_SCATTER: _reduce_scattered,
     Kind.ALL_GATHER: _gathered,
+    Kind.GATHER: _gathered_at_root,
+    Kind.SCATTER: _scattered,
     Kind.ALL_TO_ALL: _transposed,
     Kind.BARRIER: _all_entered,
 }

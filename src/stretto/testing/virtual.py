@@ -29,17 +29,11 @@ from stretto.testing.envelopes import Arrival, Envelope, Gone, Goodbye, Introduc
 from stretto.testing.faults import Cut, Fault, FaultLedger, Kill, Pause
 from stretto.testing.in_process import InProcessWire
 from stretto.testing.network_model import Interfaces, NetworkModel
-from stretto.testing.virtual_network import Outgoing, OutOfBudget, StateMachine, Timer, VirtualNetwork
 from stretto.testing.virtual_schedule import Activity, Seat, VirtualDeadlock, VirtualSchedule
 from stretto.wire.handshake import Life
 
 __all__ = [
-    "Outgoing",
-    "OutOfBudget",
-    "StateMachine",
-    "Timer",
     "VirtualDeadlock",
-    "VirtualNetwork",
     "VirtualWire",
     "VirtualWorld",
     "virtual_world",

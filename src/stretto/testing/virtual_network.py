@@ -1,107 +1,106 @@
-"""A seeded datagram network in virtual time, on which protocols without input and output are run.
+"""A seeded network in virtual time on which protocol machines run: one seed gives one history.
 
-A protocol is a state machine: it is told of messages and timers, and answers with messages to send and timers to set.
-It never blocks, never reads a clock, never draws a random number it was not given. So one seed gives one history:
-
-    network = VirtualNetwork(seed=7, model=NetworkModel(Link(latency_s=1e-3, loss=0.1)), faults=[Kill("b", at_s=2.0)])
-    network.add("a", Member(...)); network.add("b", Member(...))
+    network = VirtualNetwork(seed=7, model=NetworkModel(Link(latency_s=1e-3, loss=0.1)), faults=[Kill(1, at_s=2.0)])
+    for rank in range(3):
+        network.add(rank, Member(rank))
+    reply = network.request(0, Read())
     network.run(until_s=10)
     network.assert_all_fired()
 
-Messages are lost, doubled, delayed and reordered as their `Link` says, and dropped when they are sent or arrive across
-a cut or arrive at a dead node. A paused node's messages and timers wait for it, in order. Nodes keep no common memory
-but the messages themselves, which must be values (they are not copied).
+Messages take what their `Link` says. By default they are datagrams: lost, doubled, delayed and reordered, and dropped where
+they meet a cut. With `reliable=True` they come once and in order, as on a wire: a lost transmission comes again after
+`retransmit_s`, and a cut holds messages back until it heals. A machine that needs order is run there, any other without.
 
-The same seed, model, faults and nodes give the same `trace.hexdigest()` in every process.
+Views are those of a wire. A node that is killed has left after `detect_s` to twice that, for each of the others at a time of its
+own. A pause or a cut of more than `silence_s` parts the nodes concerned for good, on both sides, although they live. Nothing
+passes between nodes of which one has left for the other. A node that is added while the network runs, under a new name or that
+of a dead one, has joined for all others, and the generation is one higher; nothing of a former life reaches anybody.
+
+A paused node's messages and timers wait for it, in order. Payloads are copied when they arrive, not when they are sent, and
+overwritten after `on_message`: a machine that changes or keeps what it must not is found out. An exception in a machine ends the
+run, with a note where and when it was. The same seed, model, faults and machines give the same `trace.hexdigest()` everywhere.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 
 from stretto.errors import ConfigurationError, StrettoError
+from stretto.protocol.machine import Actions, HeaderReader, Machine, Payload, Reply, SendMessage, SetTimer
 from stretto.testing.faults import Cut, Fault, FaultLedger, Kill, Pause, Trace
 from stretto.testing.network_model import Interfaces, Link, NetworkModel, NodeName
-
-
-class Outgoing(NamedTuple):
-    """Send `message` to the node `to`."""
-
-    to: NodeName
-    message: Any
-
-
-class Timer(NamedTuple):
-    """Call `on_timer(now, name)` in `after_s` seconds. A timer of the same name replaces the one before; None takes it
-    back.
-    """
-
-    name: str
-    after_s: float | None
-
-
-Answer = Sequence[Outgoing | Timer]
-
-
-class StateMachine(Protocol):
-    """A protocol's part on one node."""
-
-    def on_start(self, now: float) -> Answer: ...
-
-    def on_message(self, now: float, source: NodeName, message: Any) -> Answer: ...
-
-    def on_timer(self, now: float, name: str) -> Answer: ...
 
 
 class OutOfBudget(StrettoError):
     """A run in virtual time used up its events or its time: it would not have ended by itself."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Node:
-    machine: StateMachine
+    """One life of a node: a restart makes another."""
+
+    name: NodeName
+    machine: Machine
+    reader: HeaderReader
     alive: bool = True
     paused: Pause | None = None
-    waiting: list[Callable[[], None]] = field(default_factory=list)
+    waiting: list[tuple[str, Callable[[], Actions]]] = field(default_factory=list)
     timers: dict[str, int] = field(default_factory=dict)  # name -> number of the setting that counts
+    left: set[NodeName] = field(default_factory=set)  # peers that have left, as far as it was told
+    replies: dict[int, Future[Any]] = field(default_factory=dict)
 
 
-Event = Callable[[], None]
+@dataclass(slots=True)
+class _Packet:
+    """A message under way. The lives that it is between count, not their names; somebody outside has none."""
+
+    source: NodeName
+    sender: _Node | None
+    target: _Node
+    link: Link
+    header: bytes
+    payload: Payload
+    number: int
 
 
 class VirtualNetwork:
-    """The network, its nodes and its clock. `encode` gives a message's bytes, for its size and for the trace."""
+    """The network, its nodes and its clock. See the module's text."""
 
     def __init__(
-        self,
-        *,
-        seed: int,
-        model: NetworkModel | None = None,
-        faults: Iterable[Fault] = (),
-        encode: Callable[[Any], bytes] = msgspec.msgpack.encode,
+        self, *, seed: int, model: NetworkModel | None = None, faults: Iterable[Fault] = (), reliable: bool = False
     ) -> None:
         self.model = model or NetworkModel()
         self.now = 0.0
         self.num_events = 0
+        self.generation = 0
         self.trace = Trace()
+        self._reliable = reliable
+        if reliable and any(link.duplicate or link.reorder for link in self.model.all_links()):
+            raise ConfigurationError(
+                f"VirtualNetwork(reliable=True) with {self.model}: on a reliable network every message comes once and in order.\n"
+                f"Leave out duplicate= and reorder=, or run the machines with reliable=False."
+            )
         faults = list(faults)
         self._ledger = FaultLedger(faults, self.model.all_links())
-        self._encode = encode
+        self._seed = seed
         self._random = Random(seed)
-        self._events: list[tuple[float, int, Event]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._sequence = 0
         self._nodes: dict[NodeName, _Node] = {}
-        self._cuts: list[Cut] = []
+        self._cuts: list[tuple[Cut, float]] = []  # and when it heals
         self._interfaces = Interfaces()
-        self._newest: dict[tuple[NodeName, NodeName], int] = {}
+        self._newest: dict[tuple[NodeName, NodeName], int] = {}  # number of the last message that arrived
+        self._not_before: dict[tuple[NodeName, NodeName], float] = {}  # on a reliable network, when the next may arrive
         self._by_count = [fault for fault in faults if fault.at_event is not None]
         for fault in faults:
             if fault.at_s is not None:
@@ -109,44 +108,69 @@ class VirtualNetwork:
 
     # What a test does
 
-    def add(self, name: NodeName, machine: StateMachine) -> None:
-        """A node joins now (also under the name of one that was killed: a restart). Its `on_start` runs as an event."""
-        if name in self._nodes and self._nodes[name].alive:
+    def add(self, name: NodeName, machine: Machine) -> None:
+        """A node joins now, perhaps under the name of one that was killed: a restart. Its `on_start` is an event."""
+        former = self._nodes.get(name)
+        if former is not None and former.alive:
             raise ConfigurationError(
                 f"VirtualNetwork.add({name!r}): a node of that name is alive, and a name means one node.\n"
                 f"Kill it first (Kill({name!r}, at_s=...)), or use another name."
             )
-        node = _Node(machine)
-        self._nodes[name] = node
-        self.at(self.now, lambda: self._run_on(name, node, lambda: machine.on_start(self.now), "start"))
+        others = self._living()
+        if former is not None:
+            for other in others:
+                self._leave(other, former)
+        node = self._nodes[name] = _Node(name, machine, HeaderReader(machine))
+        self.at(self.now, lambda: self._start(node))
+        if self.num_events:
+            self.generation += 1
+            for other in others:
+                other.left.discard(name)
+                self._tell_view(other, [name], [])
 
-    def at(self, time_s: float, action: Event) -> None:
+    def at(self, time_s: float, action: Callable[[], object]) -> None:
         """Do something at a virtual time: add a node, send from outside, look at a state."""
         self._sequence += 1
         heapq.heappush(self._events, (max(time_s, self.now), self._sequence, action))
 
-    def send(self, source: NodeName, to: NodeName, message: Any) -> None:
+    def request(self, name: NodeName, request: Any) -> Future[Any]:
+        """Hand a request to a node's machine, as its program would. A node that is killed answers nobody."""
+        reply: Future[Any] = Future()
+        node = self._nodes[name]
+        self._sequence += 1
+        ticket = self._sequence
+        node.replies[ticket] = reply
+        self.at(self.now, lambda: self._run_on(node, "request", lambda: node.machine.on_request(self.now, ticket, request)))
+        return reply
+
+    def send(self, source: NodeName, to: NodeName, header: Any, payload: Payload = b"") -> None:
         """Send as if `source` had: also from outside, where `source` need not be a node."""
-        body = self._encode(message)
-        link = self.model.link(source, to)
-        start, end = self._interfaces.leave(self.now, source, link.seconds_for(len(body)))
+        body = msgspec.msgpack.encode(header)
         self.trace.record(self.now, f"send {source!r} {to!r} {body.hex()}")
-        if self._is_cut(source, to) or self._happens("loss", link.loss):
+        target = self._nodes.get(to)
+        sender = self._nodes.get(source)
+        if target is None or (sender is not None and to in sender.left):
             return
-        self._carry(source, to, message, link, start, end)
-        if self._happens("duplicate", link.duplicate):
-            self._carry(source, to, message, link, start, end)
+        link = self.model.link(source, to)
+        self._sequence += 1
+        packet = _Packet(source, sender, target, link, body, payload, self._sequence)
+        if source == to:
+            self.at(self.now, lambda: self._arrive(packet))
+            return
+        start, end = self._interfaces.leave(self.now, source, link.seconds_for(len(body) + memoryview(payload).nbytes))
+        if self._reliable:
+            self._carry(packet, start, end)
+        elif not self._is_cut(source, to) and not self._happens("loss", link.loss):
+            self._carry(packet, start, end)
+            if self._happens("duplicate", link.duplicate):
+                self._carry(packet, start, end)
 
     def run(self, until_s: float, max_events: int = 1_000_000) -> None:
-        """Go on until virtual time `until_s` or until nothing is left to happen. Raises `OutOfBudget` after
-        `max_events`.
-        """
+        """Go on until virtual time `until_s` or until nothing is left to happen. Raises `OutOfBudget` after `max_events`."""
         self.run_until(lambda: False, until_s, max_events)
 
     def run_until(self, condition: Callable[[], bool], until_s: float, max_events: int = 1_000_000) -> bool:
-        """Go on until `condition()` holds after some event (True), or virtual time `until_s` or the end of all events
-        (False).
-        """
+        """Go on until `condition()` holds after some event (True), or virtual time `until_s` or the end of all events (False)."""
         last = self.num_events + max_events
         while not condition():
             if not self._events or self._events[0][0] > until_s:
@@ -155,12 +179,16 @@ class VirtualNetwork:
                 return False
             if self.num_events >= last:
                 raise OutOfBudget(
-                    f"{max_events} events by virtual time {self.now:g} s and still not at {until_s:g} s: nodes that "
-                    f"answer each "
+                    f"{max_events} events by virtual time {self.now:g} s and still not at {until_s:g} s: nodes that answer each "
                     f"other for ever, or a timer of zero seconds. The last were:\n{self._recent()}\n"
                     f"If the run is only long, allow more: max_events=..."
                 )
-            self._step()
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+            self.num_events += 1
+            for fault in self._by_count:
+                if fault.at_event == self.num_events:
+                    self._inject(fault)
         return True
 
     @property
@@ -174,69 +202,129 @@ class VirtualNetwork:
     def is_alive(self, name: NodeName) -> bool:
         return name in self._nodes and self._nodes[name].alive
 
+    # Messages
+
+    def _carry(self, packet: _Packet, start: float, end: float) -> None:
+        link, pair = packet.link, (packet.source, packet.target.name)
+        first_byte = start + link.latency_s + link.jitter.draw(self._random)
+        if self._reliable:
+            while self._happens("loss", link.loss):
+                first_byte += link.retransmit_s
+            first_byte = self._not_before[pair] = max(first_byte, self._not_before.get(pair, 0.0))
+        elif link.reorder and self._random.random() < link.reorder:
+            first_byte += link.hold_s
+        if end == start:
+            self.at(first_byte, lambda: self._arrive(packet))
+        else:
+            self.at(first_byte, lambda: self._receive(packet, end - start))
+
+    def _receive(self, packet: _Packet, seconds: float) -> None:
+        """The first byte is here; the last one will be when the receiver's interface has taken all before it."""
+        self.at(self._interfaces.reach(self.now, packet.target.name, seconds), lambda: self._arrive(packet))
+
+    def _arrive(self, packet: _Packet) -> None:
+        source, target = packet.source, packet.target
+        if self._nodes[target.name] is not target or self._nodes.get(source) is not packet.sender:
+            return  # of a former life, or for one
+        if self._is_cut(source, target.name):
+            if self._reliable:
+                healed = max(end for cut, end in self._cuts if cut.separates(source, target.name))
+                self.at(healed, lambda: self._arrive(packet))
+            return
+        pair = (source, target.name)
+        if packet.number < self._newest.get(pair, 0):
+            self._ledger.fired["reorder"] += 1
+        else:
+            self._newest[pair] = packet.number
+        self._run_on(target, f"message from {source!r}", lambda: self._take(packet))
+
+    def _take(self, packet: _Packet) -> Actions:
+        node = packet.target
+        if packet.source in node.left:
+            return ()
+        header = node.reader.read(packet.source, packet.header)
+        if header is None:
+            return ()
+        payload = bytearray(packet.payload)
+        actions = tuple(node.machine.on_message(self.now, packet.source, header, memoryview(payload)))
+        payload[:] = b"\xa5" * len(payload)
+        return actions
+
     # Events
 
-    def _step(self) -> None:
-        self.now, _, event = heapq.heappop(self._events)
-        event()
-        self.num_events += 1
-        for fault in [fault for fault in self._by_count if fault.at_event == self.num_events]:
-            self._inject(fault)
-
-    def _carry(self, source: NodeName, to: NodeName, message: Any, link: Link, start: float, end: float) -> None:
-        delay = link.latency_s + link.jitter.draw(self._random)
-        if link.reorder and self._random.random() < link.reorder:
-            delay += link.hold_s
-        self._sequence += 1
-        number = self._sequence
-
-        def first_byte() -> None:
-            done = self._interfaces.reach(self.now, to, end - start)
-            self.at(done, lambda: self._arrive(source, to, message, number))
-
-        self.at(start + delay, first_byte)
-
-    def _arrive(self, source: NodeName, to: NodeName, message: Any, number: int) -> None:
-        if self._is_cut(source, to):
-            return
-        if number < self._newest.get((source, to), 0):
-            self._ledger.fired["reorder"] += 1
-        self._newest[source, to] = max(number, self._newest.get((source, to), 0))
-        node = self._nodes.get(to)
-        if node is not None:
-            what = f"message from {source!r}"
-            self._run_on(to, node, lambda: node.machine.on_message(self.now, source, message), what)
-
-    def _run_on(self, name: NodeName, node: _Node, call: Callable[[], Answer], what: str) -> None:
+    def _run_on(self, node: _Node, what: str, event: Callable[[], Actions]) -> None:
         """Let a node take one event, or keep the event for it while it is paused."""
         if not node.alive:
             return
         if node.paused is not None:
             self._ledger.fired[str(node.paused)] += 1
-            node.waiting.append(lambda: self._run_on(name, node, call, what))
+            node.waiting.append((what, event))
             return
-        self.trace.record(self.now, f"{name!r} {what}")
-        for action in call():
-            if isinstance(action, Outgoing):
-                self.send(name, action.to, action.message)
-            else:
-                self._set_timer(name, node, action)
+        self.trace.record(self.now, f"{node.name!r} {what}")
+        try:
+            for action in event():
+                self._perform(node, action)
+        except Exception as error:
+            error.add_note(f"{what} at node {node.name!r}, virtual time {self.now:g} s, seed {self._seed}")
+            raise
 
-    def _set_timer(self, name: NodeName, node: _Node, timer: Timer) -> None:
+    def _perform(self, node: _Node, action: SendMessage | SetTimer | Reply) -> None:
+        if isinstance(action, SendMessage):
+            assert not isinstance(action.to, bytes)
+            self.send(node.name, action.to, action.header, action.payload)
+        elif isinstance(action, SetTimer):
+            self._set_timer(node, action.name, action.after_s)
+        elif action.error is None:
+            node.replies.pop(action.ticket).set_result(action.value)
+        else:
+            node.replies.pop(action.ticket).set_exception(action.error)
+
+    def _set_timer(self, node: _Node, name: str, after_s: float | None) -> None:
+        if after_s is None:
+            node.timers.pop(name, None)
+            return
+        if not -math.inf < after_s < math.inf:
+            raise ValueError(f"timer {name!r} in {after_s} s: give a finite number of seconds, or None to take a timer back")
         self._sequence += 1
-        number = self._sequence
-        if timer.after_s is None:
-            node.timers.pop(timer.name, None)
-            return
-        node.timers[timer.name] = number
+        number = node.timers[name] = self._sequence
 
-        def ring() -> Answer:
-            if node.timers.get(timer.name) != number:  # replaced, or taken back, since
+        def ring() -> Actions:
+            if node.timers.get(name) != number:  # replaced, or taken back, since
                 return ()
-            del node.timers[timer.name]
-            return node.machine.on_timer(self.now, timer.name)
+            del node.timers[name]
+            return node.machine.on_timer(self.now, name)
 
-        self.at(self.now + timer.after_s, lambda: self._run_on(name, node, ring, f"timer {timer.name}"))
+        self.at(self.now + after_s, lambda: self._run_on(node, f"timer {name}", ring))
+
+    # Views
+
+    def _living(self) -> list[_Node]:
+        return [node for node in self._nodes.values() if node.alive]
+
+    def _start(self, node: _Node) -> None:
+        self._run_on(node, "start", lambda: node.machine.on_start(self.now))
+        node.left = {other.name for other in self._nodes.values() if not other.alive}
+        if node.left:
+            self._tell_view(node, [], sorted(node.left, key=str))
+
+    def _tell_view(self, node: _Node, joined: list[NodeName], left: list[NodeName]) -> None:
+        generation = self.generation
+        what = f"view +{joined} -{left}"
+        self._run_on(node, what, lambda: node.machine.on_view(self.now, joined, left, generation))
+
+    def _leave(self, node: _Node, other: _Node) -> bool:
+        """For `node`, the other one has left, unless it has already, or has come back since."""
+        news = node.alive and self._nodes[other.name] is other and other.name not in node.left
+        if news:
+            node.left.add(other.name)
+            self._tell_view(node, [], [other.name])
+        return news
+
+    def _part(self, fault: Fault, pairs: Iterable[tuple[_Node, _Node]]) -> None:
+        """They have not heard of each other for too long."""
+        for a, b in pairs:
+            if self._leave(a, b) | self._leave(b, a):
+                self._ledger.fired[str(fault)] += 1
 
     # Faults
 
@@ -245,28 +333,51 @@ class VirtualNetwork:
         match fault:
             case Kill(name):
                 if self.is_alive(name):
-                    self._nodes[name].alive = False
+                    self._kill(self._nodes[name])
                     self._ledger.fired[str(fault)] += 1
             case Pause(name):
                 if self.is_alive(name):
-                    node = self._nodes[name]
-                    node.paused = fault
-                    self.at(self.now + fault.for_s, lambda: self._resume(node, fault))
+                    self._pause(self._nodes[name], fault)
             case Cut():
-                self._cuts.append(fault)
-                if fault.for_s < math.inf:
-                    self.at(self.now + fault.for_s, lambda: self._cuts.remove(fault))
+                self._cut(fault)
+
+    def _kill(self, node: _Node) -> None:
+        node.alive = False
+        for other in self._living():
+            found_s = self.model.detect_s * (1 + self._random.random())
+            self.at(self.now + found_s, partial(self._leave, other, node))
+
+    def _pause(self, node: _Node, pause: Pause) -> None:
+        def fall_silent() -> None:
+            if node.paused is pause:
+                self._part(pause, [(node, other) for other in self._living() if other is not node])
+
+        node.paused = pause
+        self.at(self.now + pause.for_s, lambda: self._resume(node, pause))
+        if pause.for_s > self.model.silence_s:
+            self.at(self.now + self.model.silence_s, fall_silent)
 
     def _resume(self, node: _Node, pause: Pause) -> None:
         if node.paused is not pause:  # another pause began meanwhile: that one decides
             return
         node.paused = None
         waiting, node.waiting = node.waiting, []
-        for event in waiting:
-            event()
+        for what, event in waiting:
+            self._run_on(node, what, event)
+
+    def _cut(self, cut: Cut) -> None:
+        def fall_silent() -> None:
+            separated = [pair for pair in combinations(self._living(), 2) if cut.separates(pair[0].name, pair[1].name)]
+            self._part(cut, separated)
+
+        self._cuts.append((cut, self.now + cut.for_s))
+        if cut.for_s < math.inf:
+            self.at(self.now + cut.for_s, partial(self._cuts.remove, (cut, self.now + cut.for_s)))
+        if cut.for_s > self.model.silence_s:
+            self.at(self.now + self.model.silence_s, fall_silent)
 
     def _is_cut(self, a: NodeName, b: NodeName) -> bool:
-        hit = [cut for cut in self._cuts if cut.separates(a, b)]
+        hit = [cut for cut, _ in self._cuts if cut.separates(a, b)] if self._cuts else []
         for cut in hit:
             self._ledger.fired[str(cut)] += 1
         return bool(hit)

@@ -168,6 +168,10 @@ class Wire(ABC):
     def on_view(self, listener: ViewListener) -> None:
         """Call `listener(joined, left, generation)` when members have joined (from `progress`) or left (from `retire`)."""
 
+    def joined_in(self, rank: int) -> int:
+        """The generation in which the member that now has this rank joined."""
+        return 0
+
     @abstractmethod
     def on_lost(self, listener: LostListener) -> None:
         """Call `listener(PeerLost)` from `progress` when a peer is found lost."""

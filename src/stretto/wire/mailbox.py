@@ -203,6 +203,9 @@ class MailboxWire(Wire, Generic[M]):
     def on_view(self, listener: ViewListener) -> None:
         self._view_listeners.append(listener)
 
+    def joined_in(self, rank: int) -> int:
+        return self._born if rank == self.rank else self._lives.get(rank, 0)
+
     def admit(self, peer: Peer) -> None:
         rank, former = peer.rank, self._lives.get(peer.rank)
         if rank == self.rank or (former is not None and peer.generation <= former):

@@ -12,12 +12,14 @@ gone. Reading it never faults, since nobody can shorten a file that is sealed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
 import re
 import secrets
 import stat
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -41,6 +43,7 @@ class OwnMapping:
 
     def __init__(self, num_bytes: int) -> None:
         size = COOKIE_BYTES + num_bytes
+        _refuse_too_much(size)
         self._descriptor = os.memfd_create("stretto", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(self._descriptor, 0o600)
@@ -88,6 +91,22 @@ def map_offered(offer: MappingOffer, *, writable: bool = False) -> NDArray[np.ui
     if mapped[:COOKIE_BYTES] != offer.cookie:
         raise ValueError("the file is not the one that was offered")
     return _behind_cookie(mapped)
+
+
+def _refuse_too_much(size: int) -> None:
+    """The system does not refuse memory that it has not got: it ends a process, perhaps this one, to get it."""
+    if size > (free := _free_bytes()) // 2:
+        raise OSError(errno.ENOMEM, f"{size} bytes, more than half of the {free} that are free")
+
+
+def _free_bytes() -> int:
+    """Of the machine, or of this process's control group (version 2) if that allows less."""
+    meminfo = Path("/proc/meminfo").read_text()
+    free = [1024 * int(kilobytes) for kilobytes in re.findall(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)]
+    with contextlib.suppress(OSError, ValueError):  # "max", or none of it is to be seen here
+        group = Path("/sys/fs/cgroup")
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, min(free, default=0))
 
 
 def _check(status: os.stat_result, size: int) -> None:

@@ -158,6 +158,9 @@ class TorchGroupWire(Wire):
     def on_view(self, listener: ViewListener) -> None:
         self.inner.on_view(listener)
 
+    def joined_in(self, rank: int) -> int:
+        return self.inner.joined_in(rank)
+
     def on_lost(self, listener: LostListener) -> None:
         self.inner.on_lost(listener)
 

@@ -17,7 +17,7 @@ from stretto.engine.bucket import gradient_dtype
 from stretto.job import Job
 
 
-def combine_late(job: Job, named: Sequence[tuple[str, Tensor]], weight: float) -> float:
+def combine_unplaced(job: Job, named: Sequence[tuple[str, Tensor]], weight: float) -> float:
     """Replace each parameter's gradient by the weighted mean over all workers; gives the mean of their weights.
 
     A parameter without a gradient on some workers counts with zeros there; without one anywhere it keeps none.

@@ -1,6 +1,6 @@
-"""What compressions remember, in the optimizer's `state_dict`: one more entry beside "state" and "param_groups".
+"""What a Training remembers, in the optimizer's `state_dict`: one more entry beside "state" and "param_groups".
 
-    {"compress": text of the compression, "rank", "world_size", "rounds", "own": {parameter: {kind: tensor}}, "shared": {...}}
+    {"compress": text of what it belongs to, "rank", "world_size", "rounds", "own": {parameter: {kind: tensor}}, "shared": {...}}
 
 A `state_dict` is one worker's. Loaded by another one, or by a job of another size, `own` is left out with a warning: the residual
 of one worker given to all would be said P times. `stretto.save` and `load` keep everybody's.
@@ -14,25 +14,27 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from stretto.engine import memory
 from stretto.engine.engine import Engine
+from stretto.engine.training import TrainingState
 from stretto.errors import ConfigurationError
 
+ENTRY = "stretto"
 log = logging.getLogger("stretto")
 
 
 def keep_with(optimizer: Optimizer, engine: Engine) -> list[RemovableHandle]:
-    """From now on `optimizer.state_dict()` holds what the engine's compressions remember, and loading one brings it back."""
+    """From now on `optimizer.state_dict()` holds what the engine's Training remembers, and loading one brings it back."""
 
     def add(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {**state_dict, memory.ENTRY: entry_of(engine)}
+        state = engine.training.state()
+        return state_dict if state is None else {**state_dict, ENTRY: _entry_of(engine, state)}
 
     def take(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        entry = state_dict.get(memory.ENTRY)
+        entry = state_dict.get(ENTRY)
         if entry is not None:
             _check_form(entry)
-            take_entry(engine, entry)
-        return {key: value for key, value in state_dict.items() if key != memory.ENTRY}
+            _take_entry(engine, entry)
+        return {key: value for key, value in state_dict.items() if key != ENTRY}
 
     return [optimizer.register_state_dict_post_hook(add), optimizer.register_load_state_dict_pre_hook(take)]
 
@@ -47,31 +49,31 @@ def _check_form(entry: Any) -> None:
         )
 
 
-def entry_of(engine: Engine) -> dict[str, Any]:
-    own, shared = engine.memory()
+def _entry_of(engine: Engine, state: TrainingState) -> dict[str, Any]:
     return {
-        "compress": repr(engine.strategy.compress),
+        "compress": state.text,
         "rank": engine.job.rank,
         "world_size": engine.job.world_size,
-        "rounds": engine.compressed_rounds,
-        "own": own,
-        "shared": shared,
+        "rounds": state.rounds,
+        "own": state.own,
+        "shared": state.shared,
     }
 
 
-def take_entry(engine: Engine, entry: dict[str, Any]) -> None:
+def _take_entry(engine: Engine, entry: dict[str, Any]) -> None:
     """Go on from what this worker remembered, as far as it fits."""
-    if entry["compress"] != repr(engine.strategy.compress):
+    training = engine.training
+    if (now := training.state()) is None or entry["compress"] != now.text:
         log.warning("the optimizer's state is of compress=%s: what that remembered is left out", entry["compress"])
         return
-    problem = memory.check(entry["own"], engine.buckets) or memory.check(entry["shared"], engine.buckets)
+    problem = training.check_state(entry["own"]) or training.check_state(entry["shared"])
     if problem is not None:
         raise ConfigurationError(
             f"the optimizer's state is of another model: {problem}.\nLoad the one that belongs to this model."
         )
     own = entry["own"]
     if (entry["rank"], entry["world_size"]) != (engine.job.rank, engine.job.world_size):
-        then, now = f"rank {entry['rank']} of {entry['world_size']}", f"rank {engine.job.rank} of {engine.job.world_size}"
-        log.warning("residuals of %s are not taken by %s; stretto.save and load keep everybody's", then, now)
+        then, here = f"rank {entry['rank']} of {entry['world_size']}", f"rank {engine.job.rank} of {engine.job.world_size}"
+        log.warning("residuals of %s are not taken by %s; stretto.save and load keep everybody's", then, here)
         own = {}
-    engine.load_memory(own, entry["shared"], entry["rounds"])
+    training.load_state(TrainingState(entry["compress"], entry["rounds"], own, entry["shared"]))

@@ -1,6 +1,4 @@
-"""What a compression remembers, by parameter name: across other buckets, in the optimizer's `state_dict`, and from job to job.
-
-    {"compress": repr, "rank", "world_size", "rounds", "own": {parameter: {kind: tensor}}, "shared": {...}}
+"""What compressions remember, by parameter name: across other buckets, in the optimizer's `state_dict`, and from job to job.
 
 `own` is this worker's alone (residuals); `shared` is the same on all. A plain `optimizer.state_dict()` holds this worker's;
 `stretto.save` collects all workers' (`checkpoint.py`). With another number of workers, every worker takes the mean of what all
@@ -15,16 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.compress.state import SERVER, Exported
-from stretto.engine.bucket import Bucket
+from stretto.aggregate.all_reduce.bucket import ReducedBucket
+from stretto.compress.state import SERVER
+from stretto.engine.training import TensorsByName, TrainingState
 
-ENTRY = "stretto"
 
-
-def export(buckets: Sequence[Bucket]) -> tuple[Exported, Exported]:
+def export(buckets: Sequence[ReducedBucket]) -> tuple[TensorsByName, TensorsByName]:
     """Everything that the buckets' compressions remember: own and shared."""
-    own: Exported = {}
-    shared: Exported = {}
+    own: TensorsByName = {}
+    shared: TensorsByName = {}
     for bucket in buckets:
         if bucket.state is not None:
             own |= bucket.state.own.export()
@@ -32,15 +29,15 @@ def export(buckets: Sequence[Bucket]) -> tuple[Exported, Exported]:
     return own, shared
 
 
-def restore(buckets: Sequence[Bucket], own: Exported, shared: Exported, rounds: int, rank: int, world_size: int) -> None:
+def restore(buckets: Sequence[ReducedBucket], saved: TrainingState, rank: int, world_size: int) -> None:
     """Give the buckets, which must be fresh, what was exported."""
     for bucket in buckets:
         if bucket.state is not None:
-            bucket.state.rounds = rounds
-            bucket.compression.restore(bucket.state, own, shared, rank, world_size)
+            bucket.state.rounds = saved.rounds
+            bucket.compression.restore(bucket.state, saved.own, saved.shared, rank, world_size)
 
 
-def check(saved: Mapping[str, Mapping[str, Any]], buckets: Sequence[Bucket]) -> str | None:
+def check(saved: Mapping[str, Mapping[str, Any]], buckets: Sequence[ReducedBucket]) -> str | None:
     """The first tensor that cannot belong to the parameter it is saved under, or None."""
     for bucket in buckets:
         for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
@@ -54,10 +51,10 @@ def check(saved: Mapping[str, Mapping[str, Any]], buckets: Sequence[Bucket]) -> 
     return None
 
 
-def mean_of(everybody: Sequence[Exported], world_size: int) -> Exported:
+def mean_of(everybody: Sequence[TensorsByName], world_size: int) -> TensorsByName:
     """For another number of workers: what each then has of its own. The server's residual lay in parts; every worker gets an
     equal share of all of them, and takes what is not of its blocks as its own."""
-    out: Exported = {}
+    out: TensorsByName = {}
     for name in dict.fromkeys(name for own in everybody for name in own):
         for kind in dict.fromkeys(kind for own in everybody for kind in own.get(name, {})):
             values = [own[name][kind] for own in everybody if kind in own.get(name, {})]

@@ -14,15 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.engine.bucket import gradient_dtype
 from stretto.job import Job
-
-
-def sparse_parameters(model: nn.Module) -> set[Tensor]:
-    """The parameters whose gradients torch makes sparse: embeddings that were asked to."""
-    return {module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse}
 
 
 def exchange_sparse(job: Job, named: Sequence[tuple[str, Tensor]], weight: float, combined_weight: float) -> None:

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from collectives.ranks import ALL_REDUCES, PATIENT, Rank, bits, floats, integers, run_ranks
 from stretto.collectives import catalogue
 from stretto.collectives.execute import Communicator
-from stretto.collectives.hop import COMPLETED_ONCE, Hop
+from stretto.collectives.message_codec import COMPLETED_ONCE, MessageCodec
 from stretto.collectives.plan import Kind, chunk_start
 from stretto.collectives.request import DEFAULT_SEGMENT_BYTES, Pending, Request
 from stretto.collectives.run import EAGER_BYTES
-from stretto.collectives.schedule import Action, Schedule, Task, compile_hops, compile_plan
+from stretto.collectives.schedule import Action, Schedule, Task, compile_encoded, compile_plan
 from stretto.errors import ConfigurationError, FrameError, MalformedPayload, RankMismatch
 from stretto.job import Job
 from stretto.observe.trace import Tracer
@@ -90,24 +90,28 @@ class Int8:
         return decoded
 
 
-def quantised(hop: Hop, values: NDArray[np.float32]) -> NDArray[np.float32]:
-    payload, decoded = np.empty(hop.num_bytes(values.size), np.uint8), np.empty_like(values)
-    hop.encode(values, payload)
-    hop.copy(payload, decoded)
+def quantised(codec: MessageCodec, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    payload, decoded = np.empty(codec.num_bytes(values.size), np.uint8), np.empty_like(values)
+    codec.encode(values, payload)
+    codec.copy(payload, decoded)
     return decoded
 
 
 def start(
-    me: Rank, algorithm: str, tensor: torch.Tensor, hop: Hop | None, op: str = "sum", segment_bytes: int = 1 << 20
+    me: Rank, algorithm: str, tensor: torch.Tensor, codec: MessageCodec | None, op: str = "sum", segment_bytes: int = 1 << 20
 ) -> Pending:
     group = 2 if algorithm == "hierarchical" else 1
     plan = catalogue.plan(Kind.ALL_REDUCE, algorithm, me.rank, me.size, group=group)
     me.sequences[me.channel] += 1
-    return me.communicator.start(Request(plan, tensor, op, me.channel, me.sequences[me.channel], segment_bytes, hop=hop))
+    return me.communicator.start(
+        Request(plan, tensor, op, me.channel, me.sequences[me.channel], segment_bytes, message_codec=codec)
+    )
 
 
-def reduce(me: Rank, algorithm: str, tensor: torch.Tensor, hop: Hop | None, op: str = "sum", **options: int) -> torch.Tensor:
-    start(me, algorithm, tensor, hop, op, **options).wait()
+def reduce(
+    me: Rank, algorithm: str, tensor: torch.Tensor, codec: MessageCodec | None, op: str = "sum", **options: int
+) -> torch.Tensor:
+    start(me, algorithm, tensor, codec, op, **options).wait()
     return tensor
 
 
@@ -131,18 +135,18 @@ def assert_near(result: torch.Tensor, size: int, op: str) -> None:
         assert error[first : first + UNIT].max() <= bound
 
 
-# The test's own hop ------------------------------------------------------------------------------------------------
+# The test's own codec ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 1000])
 def test_the_hop_of_these_tests_obeys_the_laws(length: int) -> None:
-    hop = Int8()
-    payload, again = np.empty(hop.num_bytes(length), np.uint8), np.empty(hop.num_bytes(length), np.uint8)
+    codec = Int8()
+    payload, again = np.empty(codec.num_bytes(length), np.uint8), np.empty(codec.num_bytes(length), np.uint8)
     values = floats(0, length).numpy()
     values[:1] = 0.0
-    hop.encode(values, payload)
-    hop.settle(values)
-    hop.encode(values, again)
+    codec.encode(values, payload)
+    codec.settle(values)
+    codec.encode(values, again)
     assert bytes(payload) == bytes(again)
     assert length == 0 or not np.array_equal(values, floats(0, length).numpy())
 
@@ -167,7 +171,7 @@ class Symbols:
 
 
 class SymbolicRank:
-    """One rank's schedule, carried out on symbols as the executor does it with a hop."""
+    """One rank's schedule, carried out on symbols as the executor does it with a codec."""
 
     def __init__(self, rank: int, schedule: Schedule, length: int, symbols: Symbols) -> None:
         self.rank, self.schedule, self.symbols = rank, schedule, symbols
@@ -232,7 +236,7 @@ def test_one_rank_completes_each_element_and_no_plan_needs_a_second_buffer(algor
     for rank in range(size):
         plan = catalogue.plan(Kind.ALL_REDUCE, algorithm, rank, size, group=2 if algorithm == "hierarchical" else 1)
         assert not plan.needs_work_buffer
-        for task in compile_hops(plan, 200, SEGMENT_BYTES, Int8()).tasks:
+        for task in compile_encoded(plan, 200, SEGMENT_BYTES, Int8()).tasks:
             completed.update(range(task.start, task.stop) if task.final else ())
     assert completed == ({} if size == 1 else dict.fromkeys(range(200), 1))
 
@@ -241,27 +245,27 @@ def test_one_rank_completes_each_element_and_no_plan_needs_a_second_buffer(algor
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_plans_that_complete_an_element_at_several_ranks_are_refused_on_every_rank(algorithm: str, rank: int) -> None:
     plan = catalogue.plan(Kind.ALL_REDUCE, algorithm, rank, 3)
-    with pytest.raises(ConfigurationError, match=f"'{algorithm}' with hop=Int8.*different bits.\nWrite one of: ring, halving_d"):
-        Request(plan, torch.zeros(4), hop=Int8())
+    with pytest.raises(ConfigurationError, match=f"'{algorithm}' with message_codec=Int8.*different bits.\nWrite one of: ring, "):
+        Request(plan, torch.zeros(4), message_codec=Int8())
 
 
 @pytest.mark.parametrize("entry", [entry for entry in catalogue.CATALOGUE.values() if entry.kind is not Kind.ALL_REDUCE],
                          ids=lambda entry: f"{entry.kind.value}-{entry.name}")  # fmt: skip
 def test_other_kinds_are_refused(entry: catalogue.Entry) -> None:
-    with pytest.raises(ConfigurationError, match="Leave the hop out, or ask for an all_reduce"):
-        Request(catalogue.plan(entry.kind, entry.name, 0, 2), torch.zeros(4), hop=Int8())
+    with pytest.raises(ConfigurationError, match="Leave the codec out, or ask for an all_reduce"):
+        Request(catalogue.plan(entry.kind, entry.name, 0, 2), torch.zeros(4), message_codec=Int8())
 
 
 @pytest.mark.parametrize("op", ["min", "max", "product"])
 def test_other_operations_are_refused(op: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"op='{op}': a hop adds .* Use op='sum' or 'mean'"):
-        Request(catalogue.plan(Kind.ALL_REDUCE, "ring", 0, 2), torch.zeros(4), op, hop=Int8())
+    with pytest.raises(ConfigurationError, match=f"op='{op}': it adds .* Use op='sum' or 'mean'"):
+        Request(catalogue.plan(Kind.ALL_REDUCE, "ring", 0, 2), torch.zeros(4), op, message_codec=Int8())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32])
 def test_other_types_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigurationError, match=f"of {dtype}: a hop encodes float32. Convert the tensor"):
-        Request(catalogue.plan(Kind.ALL_REDUCE, "ring", 0, 2), torch.zeros(4, dtype=dtype), hop=Int8())
+    with pytest.raises(ConfigurationError, match=f"of {dtype}: it encodes float32. Convert the tensor"):
+        Request(catalogue.plan(Kind.ALL_REDUCE, "ring", 0, 2), torch.zeros(4, dtype=dtype), message_codec=Int8())
 
 
 # How they are cut --------------------------------------------------------------------------------------------------
@@ -270,13 +274,13 @@ def test_other_types_are_refused(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 64, 333])
 @pytest.mark.parametrize("algorithm", COMPLETED_ONCE)
 def test_no_message_cuts_a_unit_or_is_longer_than_a_segment(algorithm: str, length: int) -> None:
-    hop = Int8()
+    codec = Int8()
     for rank in range(5):
-        schedule = compile_hops(catalogue.plan(Kind.ALL_REDUCE, algorithm, rank, 5), length, SEGMENT_BYTES, hop)
+        schedule = compile_encoded(catalogue.plan(Kind.ALL_REDUCE, algorithm, rank, 5), length, SEGMENT_BYTES, codec)
         for task in schedule.tasks:
             assert task.start % UNIT == 0 and (task.stop % UNIT == 0 or task.stop == length)
-            assert hop.num_bytes(task.stop - task.start) <= SEGMENT_BYTES
-        one_by_one = compile_hops(catalogue.plan(Kind.ALL_REDUCE, algorithm, rank, 5), length, 1, hop)
+            assert codec.num_bytes(task.stop - task.start) <= SEGMENT_BYTES
+        one_by_one = compile_encoded(catalogue.plan(Kind.ALL_REDUCE, algorithm, rank, 5), length, 1, codec)
         assert all(task.stop - task.start <= UNIT for task in one_by_one.tasks)
 
 
@@ -305,19 +309,19 @@ def test_in_virtual_time_too(algorithm: str) -> None:
     assert len(set(map(tuple, results))) == 1
 
 
-def plain_ring(size: int, length: int, op: str, hop: Hop) -> NDArray[np.float32]:
+def plain_ring(size: int, length: int, op: str, codec: MessageCodec) -> NDArray[np.float32]:
     """Chunk c, of whole units, begins at rank c and goes round: quantised, added to the next rank's, and once more at the end."""
     result = np.empty(length, np.float32)
     vectors = [floats(rank, length).numpy() for rank in range(size)]
-    num_units = math.ceil(length / hop.unit)
+    num_units = math.ceil(length / codec.unit)
     for chunk in range(size):
-        first, last = (min(length, hop.unit * chunk_start(c, num_units, size)) for c in (chunk, chunk + 1))
+        first, last = (min(length, codec.unit * chunk_start(c, num_units, size)) for c in (chunk, chunk + 1))
         travelling = vectors[chunk][first:last]
         for turn in range(1, size):
-            travelling = vectors[(chunk + turn) % size][first:last] + quantised(hop, travelling)
+            travelling = vectors[(chunk + turn) % size][first:last] + quantised(codec, travelling)
         if op == "mean":
             travelling = travelling * np.float32(1 / size)
-        result[first:last] = quantised(hop, travelling) if size > 1 else travelling
+        result[first:last] = quantised(codec, travelling) if size > 1 else travelling
     return result
 
 
@@ -356,10 +360,10 @@ def test_any_of_them_leaves_the_same_bits_everywhere(
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling"])
 def test_large_ones_that_wait_for_their_receivers_are_right_too(algorithm: str, eager: bool) -> None:
-    hop, length = Int8(256), EAGER_BYTES + 1000
+    codec, length = Int8(256), EAGER_BYTES + 1000
 
     def program(me: Rank) -> bytes:
-        pending = start(me, algorithm, floats(me.rank, length), hop, "mean", segment_bytes=5000)
+        pending = start(me, algorithm, floats(me.rank, length), codec, "mean", segment_bytes=5000)
         pending.wait()
         return bits(pending.request.tensor)
 
@@ -372,7 +376,7 @@ def test_large_ones_that_wait_for_their_receivers_are_right_too(algorithm: str, 
 def test_a_job_takes_a_hop() -> None:
     def program(job: Job) -> bytes:
         tensor = floats(job.rank, 100)
-        job.start(Kind.ALL_REDUCE, tensor, "ring", op="mean", hop=Int8()).wait()
+        job.start(Kind.ALL_REDUCE, tensor, "ring", op="mean", message_codec=Int8()).wait()
         assert job.ledger.bytes_sent < 100 * 4
         return bits(tensor)
 
@@ -385,32 +389,32 @@ def test_a_job_takes_a_hop() -> None:
 @pytest.mark.parametrize(("algorithm", "size"), WORLDS)
 def test_the_ledger_and_the_wire_count_encoded_bytes(algorithm: str, size: int) -> None:
     """Each element is added P - 1 times and copied P - 1 times, whoever does it."""
-    hop, length = Int8(), 3 * UNIT * size + 3
+    codec, length = Int8(), 3 * UNIT * size + 3
 
     def program(me: Rank) -> tuple[dict[int, int], dict[int, int]]:
-        pending = start(me, algorithm, floats(me.rank, length), hop, segment_bytes=SEGMENT_BYTES)
+        pending = start(me, algorithm, floats(me.rank, length), codec, segment_bytes=SEGMENT_BYTES)
         pending.wait()
-        schedule = compile_hops(pending.request.plan, length, SEGMENT_BYTES, hop)
+        schedule = compile_encoded(pending.request.plan, length, SEGMENT_BYTES, codec)
         num_sent = sum(task.action is Action.SEND for task in schedule.tasks)
         ledger = me.communicator.ledger
         assert me.wire.bytes_sent == ledger.bytes_sent + num_sent * HEADER_BYTES
         return {peer: ledger.sent_to(peer) for peer in range(size)}, {peer: ledger.received_from(peer) for peer in range(size)}
 
     results = run_ranks(size, program)
-    assert sum(sum(sent.values()) for sent, _ in results) == 2 * (size - 1) * hop.num_bytes(length)
+    assert sum(sum(sent.values()) for sent, _ in results) == 2 * (size - 1) * codec.num_bytes(length)
     assert all(results[a][0][b] == results[b][1][a] for a in range(size) for b in range(size))
 
 
 def test_whether_it_is_small_is_decided_by_encoded_bytes() -> None:
-    hop = Int8(256)
-    fits = EAGER_BYTES // hop.num_bytes(256) * 256
-    assert hop.num_bytes(fits) <= EAGER_BYTES < hop.num_bytes(fits + 256) < 4 * fits
+    codec = Int8(256)
+    fits = EAGER_BYTES // codec.num_bytes(256) * 256
+    assert codec.num_bytes(fits) <= EAGER_BYTES < codec.num_bytes(fits + 256) < 4 * fits
 
     def program(me: Rank) -> list[bool]:
         unannounced = []
         for length in (fits, fits + 256):
             before = me.wire.bytes_sent, me.communicator.ledger.bytes_sent
-            reduce(me, "ring", integers(me.rank, length), hop)
+            reduce(me, "ring", integers(me.rank, length), codec)
             sent = me.wire.bytes_sent - before[0] - (me.communicator.ledger.bytes_sent - before[1])
             unannounced.append(sent == 2 * HEADER_BYTES)
         return unannounced
@@ -432,14 +436,14 @@ def test_a_payload_lives_until_it_is_sent_and_no_longer() -> None:
     """The wire checks that what it reads late is what it was given; afterwards nobody keeps it."""
 
     def program(me: Rank) -> int:
-        hop = Watched()
-        object.__setattr__(hop, "payloads", [])
+        codec = Watched()
+        object.__setattr__(codec, "payloads", [])
         for algorithm in ("ring", "halving_doubling"):
-            reduce(me, algorithm, floats(me.rank, 500), hop, segment_bytes=SEGMENT_BYTES)
+            reduce(me, algorithm, floats(me.rank, 500), codec, segment_bytes=SEGMENT_BYTES)
         me.barrier()
         gc.collect()
-        assert len(hop.payloads) > 40
-        return sum(payload() is not None for payload in hop.payloads)
+        assert len(codec.payloads) > 40
+        return sum(payload() is not None for payload in codec.payloads)
 
     for eager in (True, False):
         assert run_ranks(3, program, eager=eager) == [0, 0, 0]
@@ -450,20 +454,20 @@ def test_a_payload_lives_until_it_is_sent_and_no_longer() -> None:
     ids=["shared memory", "tcp", "tcp by a thread", "zeromq"],
 )  # fmt: skip
 def test_sockets_and_shared_memory_hold_payloads_as_long_as_they_need_them(make: Make) -> None:
-    hop, length = Int8(256), 300_000  # two messages each way and phase
+    codec, length = Int8(256), 300_000  # two messages each way and phase
 
     def program(wire: Wire) -> bytes:
-        return bits(reduce(Rank(wire), "ring", floats(wire.rank, length), hop, segment_bytes=80_000))
+        return bits(reduce(Rank(wire), "ring", floats(wire.rank, length), codec, segment_bytes=80_000))
 
     with socket_world(2, make) as wires:
-        assert run_threads(2, program, wires=wires) == [plain_ring(2, length, "sum", hop).tobytes()] * 2
+        assert run_threads(2, program, wires=wires) == [plain_ring(2, length, "sum", codec).tobytes()] * 2
 
 
 def test_spans_tell_of_encoded_bytes() -> None:
     def program(wire: Wire) -> list[tuple[str, int]]:
         tracer, plan = Tracer(), catalogue.plan(Kind.ALL_REDUCE, "ring", wire.rank, 2)
         communicator = Communicator(wire, PATIENT, tracer=tracer)
-        communicator.start(Request(plan, floats(wire.rank, 4 * UNIT), channel=1, hop=Int8())).wait()
+        communicator.start(Request(plan, floats(wire.rank, 4 * UNIT), channel=1, message_codec=Int8())).wait()
         return sorted((span.category, span.num_bytes) for span in tracer.spans if span.category != "wait")
 
     payload = Int8().num_bytes(2 * UNIT)
@@ -485,8 +489,8 @@ def test_ranks_with_different_hops_find_out(other: Int8 | None, length: int) -> 
         return str(caught.value)
 
     for text in run_virtual(3, program, model=MODEL):
-        assert f"ranks 0, 2: all_reduce(float32[{length}], op=sum, hop=Int8(unit=8), algorithm=ring" in text
-        odd = "" if other is None else ", hop=Int8(unit=16)"
+        assert f"ranks 0, 2: all_reduce(float32[{length}], op=sum, message_codec=Int8(unit=8), algorithm=ring" in text
+        odd = "" if other is None else ", message_codec=Int8(unit=16)"
         assert f"rank 1: all_reduce(float32[{length}], op=sum{odd}, algorithm=ring" in text
 
 
@@ -507,7 +511,7 @@ def spoiled(me: Rank, algorithm: str, spoiler: int, length: int) -> FrameError |
 def test_a_payload_that_cannot_be_decoded_is_an_error_on_every_rank(algorithm: str, eager: bool, length: int) -> None:
     for error in run_ranks(4, lambda me: spoiled(me, algorithm, 1, length), eager=eager):
         assert error is not None and error.rank == 1
-        assert f"of all_reduce(float32[{length}], op=sum, hop=Int8(unit=8), algorithm={algorithm}" in str(error)
+        assert f"of all_reduce(float32[{length}], op=sum, message_codec=Int8(unit=8), algorithm={algorithm}" in str(error)
         assert str(error).endswith("a code of -128")
 
 

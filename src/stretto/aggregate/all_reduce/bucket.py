@@ -1,0 +1,154 @@
+"""Gradients that are combined together, and the notes that ride with them.
+
+    [ gradient | gradient | ... | weight | late | failed | present | infinite | used 0, used 1, ... ]
+
+Every bucket that is not compressed carries the notes of its own parameters: this worker's `weight`; whether a gradient came
+`late`, after its bucket had left; whether this worker's backward `failed`; whether it is `present` or has run out of data; and
+for each parameter whether it was `used` here. The mean over workers is above zero if anybody said so. With them a bucket says by
+itself what its gradients are, and costs no further message. What an early bucket cannot know (that backward will fail, that a
+gradient will come late) the *closing* bucket says, which leaves last and is always in float32 or better.
+
+In less precise buckets a sum of weights would be rounded: there `weight` only tells whether anybody's is not 1, and where one is,
+the closing bucket has the mean. Compressed payloads carry nothing beside them: the closing bucket has the notes of all
+parameters then, and no gradients; `infinite` says whether one that was to be compressed was not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from stretto.compress.codec import Compression
+from stretto.compress.layout import Layout
+from stretto.compress.none import NoCompression
+from stretto.compress.rounds import Turn
+from stretto.compress.state import State
+from stretto.engine.bucket import Bucket, dimension_order, gradient_dtype, group_parameters
+from stretto.engine.training import Named
+from stretto.schedule.orders import Schedule
+
+PRECISE = (torch.float32, torch.float64)
+
+
+class Notes(NamedTuple):
+    """What a worker says about itself; on return, the mean over all of them."""
+
+    weight: float
+    late: float = 0.0
+    failed: float = 0.0
+    present: float = 1.0
+    infinite: float = 0.0
+
+
+NUM_NOTES = len(Notes._fields)
+INFINITE = Notes._fields.index("infinite")
+
+
+class Exchange(Protocol):
+    """A bucket on its way."""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether everything has come."""
+
+    def wait(self) -> None:
+        """Return when it has ended; raise what went wrong."""
+
+
+class ReducedBucket(Bucket):
+    """A bucket, its compression and its notes: of so many parameters as `noted` says, or none if that is None."""
+
+    def __init__(
+        self,
+        members: Sequence[Named],
+        dtype: torch.dtype,
+        device: torch.device,
+        compression: Compression,
+        *,
+        noted: int | None,
+        early: bool = False,
+        notes_on_host: bool = False,
+    ) -> None:
+        tail = 0 if noted is None else NUM_NOTES + noted
+        self.notes_on_host = notes_on_host and tail > 0
+        super().__init__(members, dtype, device, early=early, tail=tail, tail_on_host=self.notes_on_host)
+        self.has_notes = noted is not None
+        self.is_precise = dtype in PRECISE
+        self.compression = compression
+        self.layout = Layout.in_memory((name, p.shape, dimension_order(p)) for name, p in members)
+        self.state = None if compression.lossless else State(self.layout, device)
+        self.turn: Turn | None = None  # in this round, if it is compressed
+        self.exchange: Exchange | None = None  # in this round, once it has left
+        self.kept: dict[Any, Any] = {}  # what is the same in every round
+        self._said: tuple[Notes, tuple[bool, ...]] | None = None
+        self._template: Tensor | None = None
+
+    def write(self, notes: Notes, used: Sequence[bool]) -> None:
+        """What this worker has to say."""
+        said = (notes, tuple(used))
+        if self._template is None or self._said != said:  # else as in the last round
+            weight = notes.weight if self.is_precise else float(notes.weight != 1.0)
+            values = [weight, *notes[1:], *map(float, used)]
+            self._template = torch.tensor(values, dtype=self.tail.dtype, device=self.tail.device)
+            self._said = said
+        self.tail.copy_(self._template)
+
+    def read(self) -> tuple[Notes, list[float]]:
+        """What all workers have said, and for each parameter which share of them has a gradient."""
+        values = (self.tail.real if self.tail.is_complex() else self.tail).tolist()
+        return Notes(*values[:NUM_NOTES]), values[NUM_NOTES:]
+
+    def needs_closing(self) -> bool:
+        """Whether only the closing bucket says what this one's gradients are. To be asked once it has arrived."""
+        if not self.has_notes:
+            return True
+        return not self.is_precise and (self.notes_on_host or bool(self.tail[0] != 0))
+
+    def forget(self) -> None:
+        """Begin anew with what its compression remembers."""
+        if self.state is not None:
+            self.state = State(self.layout, self.flat.device)
+
+
+def make_buckets(
+    named: Sequence[Named],
+    schedule: Schedule,
+    compress: Compression,
+    native_on: torch.device | None = None,
+    owner_of: Callable[[str], int | None] = lambda _: None,
+) -> list[ReducedBucket]:
+    """The buckets in the order in which they are expected, the closing one last. Parameters of different owners are apart.
+
+    `native_on`: the device where torch's own all-reduce wants all that it sends. It needs one order of buckets on all workers, so
+    none leaves early."""
+    groups = group_parameters(
+        named,
+        schedule.first_bucket_bytes,
+        schedule.bucket_bytes,
+        lambda name, parameter: (compress.for_parameter(name, tuple(parameter.shape)), owner_of(name)),
+    )
+    precise = (group for group in reversed(groups) if gradient_dtype(group[0][1]) in PRECISE)
+    last = next(precise, None) if compress.lossless else None
+    early = not (schedule.waits_for_backward or native_on is not None)
+    apart = native_on is None
+    buckets = [_bucket(group, compress, early, apart) for group in groups if group is not last]
+    if last is None:
+        noted = 0 if compress.lossless else len(named)
+        buckets.append(ReducedBucket([], torch.float32, native_on or torch.device("cpu"), NoCompression(), noted=noted))
+    else:
+        buckets.append(_bucket(last, compress, False, apart))
+    for number, bucket in enumerate(buckets):
+        bucket.number = number
+    return buckets
+
+
+def _bucket(group: Sequence[Named], compress: Compression, early: bool, notes_apart: bool) -> ReducedBucket:
+    name, parameter = group[0]
+    answer = compress.for_parameter(name, tuple(parameter.shape))
+    noted = len(group) if compress.lossless else None
+    on_host = notes_apart and parameter.device.type == "cuda"
+    dtype = gradient_dtype(parameter)
+    return ReducedBucket(group, dtype, parameter.device, answer, noted=noted, early=early, notes_on_host=on_host)

@@ -1,0 +1,147 @@
+"""The compression thread: it takes buckets through their exchanges, so that encoding overlaps backward and the wire.
+
+One thread advances all exchanges of a model, in the order in which their collectives end, so one bucket is encoded while others
+travel; the first steps are taken in the order of submission. On a GPU the steps are queued on a stream of the thread's own,
+after whatever the submitting stream had queued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+
+import torch
+
+from stretto.aggregate.all_reduce.exchange import UnderWay
+from stretto.collectives.request import Pending
+from stretto.errors import StrettoError
+
+STOP_S = 5.0
+
+
+class ThreadedExchange:
+    """An exchange that the thread advances."""
+
+    def __init__(self, under_way: UnderWay, device: torch.device) -> None:
+        self.under_way = under_way
+        self.device = device
+        self.error: BaseException | None = None
+        self.waits_for: Pending | None = None
+        self.submitted: torch.cuda.Event | None = None
+        self.finished: torch.cuda.Event | None = None
+        self._done = threading.Event()
+        if device.type == "cuda":
+            self.submitted = torch.cuda.current_stream(device).record_event()
+
+    def wait(self) -> None:
+        """Return when it has ended; raise what went wrong. Every collective has a deadline, and `stop` ends the rest."""
+        while not self._done.wait(1.0):
+            pass
+        if self.error is not None:
+            raise self.error
+        if self.finished is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.finished)
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    @property
+    def arrived(self) -> bool:
+        return self.done and self.error is None
+
+    def end(self, error: BaseException | None) -> None:
+        self.error = error
+        self._done.set()
+
+
+class CompressionThread:
+    """Advances exchanges. The thread ends with `stop`, or when nobody holds on to this object any more."""
+
+    def __init__(self) -> None:
+        self._ready: queue.SimpleQueue[ThreadedExchange | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._thread = threading.Thread(target=_run, args=(self._ready,), name="stretto-compression", daemon=True)
+        self._thread.start()
+
+    def submit(self, under_way: UnderWay, device: torch.device) -> ThreadedExchange:
+        exchange = ThreadedExchange(under_way, device)
+        with self._lock:
+            if self._stopped:
+                exchange.end(_shut_down())
+            else:
+                self._ready.put(exchange)
+        return exchange
+
+    def stop(self) -> None:
+        """End the thread; exchanges under way, and later ones, fail. Waits until it has let go of what it was doing."""
+        with self._lock:
+            stopped, self._stopped = self._stopped, True
+            if not stopped:
+                self._ready.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(STOP_S)
+
+    def __del__(self) -> None:
+        self._ready.put(None)  # not `stop`: whoever collects garbage must not wait
+
+
+def _shut_down() -> StrettoError:
+    return StrettoError("the job was shut down: gradients can no longer be combined.")
+
+
+def _run(ready: queue.SimpleQueue[ThreadedExchange | None]) -> None:
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+    under_way: set[ThreadedExchange] = set()
+    while _take_step(ready, streams, under_way):
+        pass
+    while not ready.empty():
+        under_way |= {left for left in [ready.get()] if left is not None}
+    for exchange in under_way:
+        if not exchange.done:
+            exchange.end(_shut_down())
+
+
+def _take_step(
+    ready: queue.SimpleQueue[ThreadedExchange | None],
+    streams: dict[torch.device, torch.cuda.Stream],
+    under_way: set[ThreadedExchange],
+) -> bool:
+    """Advance the next exchange that is ready; False if none will come. A function, so that a thread that waits holds none."""
+    exchange = ready.get()
+    if exchange is None:
+        return False
+    with _stream_of(exchange, streams):
+        _advance(exchange, ready)
+    (under_way.discard if exchange.done else under_way.add)(exchange)
+    return True
+
+
+def _stream_of(
+    exchange: ThreadedExchange, streams: dict[torch.device, torch.cuda.Stream]
+) -> contextlib.AbstractContextManager[object]:
+    if exchange.device.type != "cuda":
+        return contextlib.nullcontext()
+    if exchange.device not in streams:
+        streams[exchange.device] = torch.cuda.Stream(exchange.device)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(streams[exchange.device])
+
+
+def _advance(exchange: ThreadedExchange, ready: queue.SimpleQueue[ThreadedExchange | None]) -> None:
+    """On to the next collective, or to the end."""
+    try:
+        if exchange.submitted is not None:
+            torch.cuda.current_stream(exchange.device).wait_event(exchange.submitted)
+            exchange.submitted = None
+        failure = None if exchange.waits_for is None else exchange.waits_for.error
+        exchange.waits_for = next(exchange.under_way) if failure is None else exchange.under_way.throw(failure)
+    except StopIteration:
+        if exchange.device.type == "cuda":
+            exchange.finished = torch.cuda.current_stream(exchange.device).record_event()
+        exchange.end(None)
+    except BaseException as error:  # the waiting thread's to raise
+        exchange.end(error)
+    else:
+        exchange.waits_for.when_done(lambda: ready.put(exchange))

@@ -1,0 +1,134 @@
+"""From a bucket to the mean over workers: the collectives that an exchange asks for, carried out over a job's wire.
+
+An exchange is a generator that yields collectives as data (`compress/rounds.py`, and `Mean` for what is not compressed) and is
+sent their results. `ExchangeDriver` makes of it a generator of collectives under way, which whoever drives it resumes when they
+are done: the compression thread, or, where nothing is computed between the collectives, simply the threads that begin the
+exchange and wait for it (`DirectExchange`).
+
+Each collective has a name of its own: the first number of its bucket in the model's channel, plus its place in the exchange.
+Workers then need no common order among buckets. From a GPU, payloads go through pinned host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stretto.collectives.group import Group
+from stretto.collectives.message_codec import MessageCodec
+from stretto.collectives.plan import Kind
+from stretto.collectives.request import Pending
+from stretto.collectives.staging import Staging
+from stretto.compress.rounds import Collective, Gather, Sum, SumInHops, Transpose
+from stretto.job import Job
+from stretto.plan.auto import chosen_for
+
+MOST: Final = 8  # collectives of one bucket in one round
+LARGE_BYTES: Final = 1 << 20  # from here on an all-gather goes round the ring, where everybody sends to one neighbour only
+KEPT_BUFFERS: Final = 256  # in pinned memory: one for each bucket of a large model
+
+UnderWay = Generator[Pending, None, None]
+_Result = Generator[Pending, None, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """-> the elementwise mean over workers, in place. `tail`: host memory that stands in for the last elements of a tensor on a
+    GPU."""
+
+    tensor: Tensor
+    tail: Tensor | None = None
+
+
+Steps = Generator[Collective | Mean, Tensor, None]
+
+
+class DirectExchange:
+    """An exchange of one collective, with nothing to compute: begun here and now, ended by whoever waits for it."""
+
+    def __init__(self, under_way: UnderWay) -> None:
+        self._under_way = under_way
+        self._pending = next(under_way, None)
+
+    @property
+    def arrived(self) -> bool:
+        return self._pending is None or (self._pending.done and self._pending.error is None)
+
+    def wait(self) -> None:
+        while self._pending is not None:
+            self._pending.wait()
+            self._pending = next(self._under_way, None)
+
+
+class ExchangeDriver:
+    """Carries out the exchanges of one model, among the members of a group."""
+
+    def __init__(self, job: Job, group: Group, channel: int, algorithm: str) -> None:
+        self._job = job
+        self._group = group
+        self._channel = channel
+        self._algorithm = algorithm
+        self._staging = Staging(kept_buffers=KEPT_BUFFERS)
+
+    def drive(self, steps: Steps, first_number: int, label: str) -> UnderWay:
+        """Run `steps` to its end, each collective with the next number from `first_number` on."""
+        result: Tensor | None = None
+        for number in range(first_number, first_number + MOST + 1):
+            try:
+                asked = next(steps) if result is None else steps.send(result)
+            except StopIteration:
+                return
+            result = yield from self._carry_out(asked, (self._channel, number & 0xFFFFFFFF), label)
+        raise AssertionError(f"an exchange of more than {MOST} collectives")
+
+    def _carry_out(self, asked: Collective | Mean, name: tuple[int, int], label: str) -> _Result:
+        if isinstance(asked, Mean):
+            return (yield from self._reduce(asked.tensor, "mean", name, label, asked.tail))
+        if isinstance(asked, Gather):
+            return (yield from self._gather(asked, name, label))
+        if isinstance(asked, Transpose):
+            return (yield from self._run(Kind.ALL_TO_ALL, asked.rows, "pairwise", name, label))
+        if isinstance(asked, SumInHops):
+            return (yield from self._run(Kind.ALL_REDUCE, asked.tensor, self._algorithm, name, label, message_codec=asked.hop))
+        assert isinstance(asked, Sum)
+        return (yield from self._reduce(asked.tensor, "sum", name, label))
+
+    def _reduce(self, tensor: Tensor, op: str, name: tuple[int, int], label: str, tail: Tensor | None = None) -> _Result:
+        if self._algorithm == "native":
+            return self._job.all_reduce(tensor, op, "native", label=label)
+        algorithm = self._algorithm
+        if algorithm == "auto" and self._group.size > 1:
+            algorithm = chosen_for(self._group, "gradients").algorithm(tensor.nbytes)
+        return (yield from self._run(Kind.ALL_REDUCE, tensor, algorithm, name, label, op=op, tail=tail))
+
+    def _gather(self, asked: Gather, name: tuple[int, int], label: str) -> _Result:
+        row, table = asked.row, asked.into
+        if table is None:
+            table = torch.empty((self._group.size, *row.shape), dtype=row.dtype, device=row.device)
+        table[self._group.rank] = row
+        return (yield from self._run(Kind.ALL_GATHER, table, "ring" if table.nbytes >= LARGE_BYTES else "direct", name, label))
+
+    def _run(
+        self,
+        kind: Kind,
+        tensor: Tensor,
+        algorithm: str,
+        name: tuple[int, int],
+        label: str,
+        *,
+        op: str = "sum",
+        message_codec: MessageCodec | None = None,
+        tail: Tensor | None = None,
+    ) -> _Result:
+        if self._group.size > 1:
+            flat, ready, bring_back = self._staging.lend(tensor.view(-1), tail)
+            yield self._group.start(
+                kind, flat, algorithm, op=op, name=name, ready=ready, label=label, message_codec=message_codec
+            )
+            if bring_back is not None:
+                bring_back()
+        return tensor

@@ -1,0 +1,208 @@
+"""Synchronous training on two levels.
+
+A bucket's exchange has three parts: the workers of a host sum it up, each its share (`fabric/`); each worker combines its share
+with those of the workers in the same place on the other hosts, compressed if the strategy says so; and the workers of a host give
+each other what came of it. Everything else (rounds, notes, late gradients, failures) is that of synchronous all-reduce.
+
+What is not compressed is shared out in equal parts. What is compressed belongs to one worker of each host as a whole, parameter
+by parameter: codecs keep residuals and matrices by parameter, and work on whole ones. Which worker that is depends on the
+parameters of the model alone, shared out evenly by bytes, and does not change when others are frozen or added.
+
+Codecs give the mean over those that take part in an exchange. So with h hosts and P workers, what is to be compressed is scaled
+by h / P before a host adds it up: the mean over hosts is then the mean over all workers, also where hosts have different numbers
+of them.
+
+A residual belongs to a host, not to a worker: a worker that has run out of data (`join`) goes on to speak for its host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stretto.aggregate.all_reduce import compression_state
+from stretto.aggregate.all_reduce.admission import check_compression, check_payloads
+from stretto.aggregate.all_reduce.bucket import ReducedBucket, make_buckets
+from stretto.aggregate.all_reduce.exchange import Steps, UnderWay
+from stretto.aggregate.all_reduce.training import SynchronousAllReduce
+from stretto.aggregate.hierarchy.hosts import Hosts
+from stretto.aggregate.hierarchy.value import Hierarchy
+from stretto.collectives.group import Group
+from stretto.compress.rounds import Sum, Turn
+from stretto.compress.state import State
+from stretto.engine.training import Named, Participation, Setting, TensorsByName, TrainingState
+from stretto.fabric.base import Area, Fabric
+from stretto.fabric.choose import choose_fabric
+from stretto.job import Job
+
+if TYPE_CHECKING:
+    from stretto.strategy import Strategy
+
+OWN, SHARED = "own ", "shared "  # in front of the kinds of a saved state
+
+
+class SynchronousHierarchy(SynchronousAllReduce):
+    """`Hierarchy` + `Synchronous` + `Replicated`."""
+
+    def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
+        self._hosts = Hosts(job)
+        self._owners: dict[str, int] = {}  # parameter -> the place on each host of the worker that speaks for it
+        self._fabric: Fabric | None = None
+        super().__init__(strategy, job, setting)
+        self.no_join = None
+
+    @classmethod
+    def check_strategy(cls, strategy: Strategy) -> None:
+        check_payloads(strategy, _hierarchy_of(strategy).outer, "outer")
+
+    @classmethod
+    def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
+        check_compression(model, optimizers, strategy)
+
+    def _find_group(self) -> tuple[Group, str]:
+        return self._hosts.across, _hierarchy_of(self._strategy).outer.algorithm
+
+    def _make_channel(self) -> int:
+        return self._group.new_channel()
+
+    @property
+    def _computes(self) -> bool:
+        return True
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def arrange(self, dense: Sequence[Named], sparse: Sequence[Named]) -> Sequence[ReducedBucket]:
+        buckets = super().arrange(dense, sparse)
+        if self.engaged:
+            mapped = _hierarchy_of(self._strategy).inner.algorithm != "ring"
+            self._fabric = choose_fabric(self._hosts.within, self._job.peers, list(map(self._area, buckets)), mapped=mapped)
+            self._channels |= self._fabric.channels
+        return buckets
+
+    def _make_buckets(self, dense: Sequence[Named]) -> list[ReducedBucket]:
+        self._share_out(dense)
+        return make_buckets(dense, self._strategy.schedule, self._strategy.compress, owner_of=self._owner_of)
+
+    def _share_out(self, dense: Sequence[Named]) -> None:
+        """Give every parameter that has none an owner: the largest first, each to the one that has least."""
+        loads = dict.fromkeys(range(self._hosts.num_speakers), 0)
+        sizes = {name: parameter.numel() for name, parameter in self._setting.model.named_parameters()}
+        for name, owner in self._owners.items():
+            loads[owner] += sizes.get(name, 0)
+        new = [(name, parameter.numel()) for name, parameter in dense if name not in self._owners]
+        for name, size in sorted(new, key=lambda one: -one[1]):
+            owner = min(loads, key=lambda place: (loads[place], place))
+            self._owners[name] = owner
+            loads[owner] += size
+
+    def _owner_of(self, name: str) -> int | None:
+        return None if self._in_equal_parts else self._owners[name]
+
+    @property
+    def _in_equal_parts(self) -> bool:
+        return not self._is_lossy and self._hosts.are_even
+
+    def _owner(self, bucket: ReducedBucket) -> int | None:
+        """The place on each host of the worker that combines the whole bucket; None: each combines an equal part."""
+        if self._in_equal_parts:
+            return None
+        return self._owners[bucket.names[0]] if bucket.names else 0
+
+    def _area(self, bucket: ReducedBucket) -> Area:
+        if bucket.state is None:
+            return Area(len(bucket.on_wire), bucket.on_wire.dtype, self._owner(bucket))
+        return Area(bucket.num_gradient_elements, torch.float32, self._owner(bucket))
+
+    def _is_mine(self, bucket: ReducedBucket) -> bool:
+        return self._owner(bucket) == self._hosts.within.rank
+
+    def _begin(self, bucket: ReducedBucket, under_way: UnderWay) -> None:
+        self._hosts.within.part_of = self._hosts.across.part_of = (self._setting.channel, self._round & 0xFFFFFFFF)
+        super()._begin(bucket, under_way)
+
+    # -- exchanges ----------------------------------------------------------------------------------------------------
+
+    def _turn(self, bucket: ReducedBucket, state: State, participation: Participation, weight: float) -> Turn | None:
+        return super()._turn(bucket, state, Participation.WORKING, 1.0) if self._is_mine(bucket) else None
+
+    def _combine(self, bucket: ReducedBucket, values: Tensor, number: int, label: str) -> UnderWay:
+        fabric, notes = self._fabric, bucket.notes_on_host and values is bucket.on_wire
+        assert fabric is not None
+        if notes:
+            values[-len(bucket.tail) :].copy_(bucket.tail)
+        scale = 1.0 if bucket.state is None else self._hosts.num_hosts / self._job.world_size
+        yield from fabric.sum(bucket.number, values, scale, number, label)
+        start, stop = self._area(bucket).share(self._hosts.within.rank, self._hosts.within.size)
+        if start < stop:
+            yield from self._driver.drive(self._steps(bucket, values[start:stop]), number, label)
+        yield from fabric.share(bucket.number, values, number, label)
+        if notes:
+            bucket.tail.copy_(values[-len(bucket.tail) :])
+
+    def _steps(self, bucket: ReducedBucket, share: Tensor) -> Steps:
+        """Between hosts: the mean over all workers, of their sum over each host."""
+        if bucket.turn is not None:
+            yield from bucket.compression.exchange(share, bucket.turn)
+        else:
+            yield Sum(share)
+            share.mul_(1.0 / self._job.world_size)
+
+    def _settle(self, *, good: bool) -> None:
+        super()._settle(good=good)
+        for bucket in self.buckets:
+            if good and bucket.state is not None and bucket.turn is None:
+                bucket.state.rounds += 1  # as it does where the bucket is spoken for
+
+    # -- what compressions remember -----------------------------------------------------------------------------------
+
+    def _state(self) -> TrainingState:
+        """All of it is this worker's own: other workers of its host have none of it, not even of what all hosts share."""
+        state = super()._state()
+        return state._replace(text=f"{state.text} between hosts", own=_put_together(state.own, state.shared), shared={})
+
+    def check_state(self, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
+        own, shared = _take_apart(saved)
+        return super().check_state(own) or super().check_state(shared)
+
+    def _restore(self, state: TrainingState) -> None:
+        own, shared = _take_apart(state.own)
+        others = {name for bucket in self.buckets if not self._is_mine(bucket) for name in bucket.names}
+        own, shared = ({name: kinds for name, kinds in part.items() if name not in others} for part in (own, shared))
+        super()._restore(state._replace(own=own, shared=shared))
+
+    def shared_out(self, everybody: Sequence[TensorsByName]) -> TensorsByName:
+        """Every host takes the mean of what all hosts had."""
+        out: TensorsByName = {}
+        for name in dict.fromkeys(name for saved in everybody for name in saved):
+            apart = [_take_apart({name: saved[name]}) for saved in everybody if name in saved]
+            mean = compression_state.mean_of([own for own, _ in apart], self._group.size)
+            out |= _put_together(mean, apart[0][1])
+        return out
+
+
+def _hierarchy_of(strategy: Strategy) -> Hierarchy:
+    assert isinstance(strategy.aggregate, Hierarchy), "another way of training"
+    return strategy.aggregate
+
+
+def _put_together(own: TensorsByName, shared: TensorsByName) -> TensorsByName:
+    out: TensorsByName = {}
+    for front, part in ((OWN, own), (SHARED, shared)):
+        for name, kinds in part.items():
+            out.setdefault(name, {}).update({front + kind: value for kind, value in kinds.items()})
+    return out
+
+
+def _take_apart(saved: Mapping[str, Mapping[str, Any]]) -> tuple[TensorsByName, TensorsByName]:
+    return _with_front(saved, OWN), _with_front(saved, SHARED)
+
+
+def _with_front(saved: Mapping[str, Mapping[str, Any]], front: str) -> TensorsByName:
+    return {
+        name: {kind.removeprefix(front): value for kind, value in kinds.items() if kind.startswith(front)}
+        for name, kinds in saved.items()
+    }

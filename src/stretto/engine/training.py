@@ -1,0 +1,185 @@
+"""What a way of training does, and when it is asked: the contract between the hooks and each answer of a strategy.
+
+The engine (`engine.py`) watches one model and its optimizers: autograd, forwards, steps, changes of parameters. It knows nothing
+of other workers. A `Training` knows nothing of hooks: it is told what happens, and decides what is exchanged, who waits and who
+steps. One strategy has one kind of Training (`Strategy.bind`), one distributed model one object of it.
+
+The order of calls, k = 1, 2, ... counting rounds:
+
+    arrange                          when the model is distributed, and again between rounds when its parameters have changed
+      adopt                          after that: parameters that are new, or whose gradients came before they had a place
+    before_forward, before_use ...   any number, also without a backward
+    bucket_ready  of round k         for buckets that may leave early, in the order in which their last gradients come
+    backward_ended  of round k       exactly once for each round that has begun, well or not
+    before_step, after_step          any number between rounds
+    state, load_state, close         between rounds
+
+Threads: all calls come from the thread that trains, or from autograd's thread for a device while the former waits in backward;
+never two at a time. `bucket_ready` runs in the middle of backward and must not wait for other workers. `backward_ended`,
+`before_step`, `after_step`, `before_forward` and `before_use` may wait, each with a deadline. None is called while an exception
+is in flight: a backward that failed is ended at the next forward, backward or step.
+
+Complete, and closed. A gradient is *complete* when everything that it is made of is here (`is_complete`): each bucket carries
+what concerns its own parameters, so this does not depend on other buckets. The round is *closed* when it is known that no
+worker's backward has failed and that no late gradient is missing, which nobody can know before the last backward has ended.
+What was applied cannot be taken back, so a step uses what is complete and closed, never what is merely complete. A Training
+that updates parameters across the step (cross-barrier) starts its exchanges in `bucket_ready`, does not wait in `backward_ended`,
+lets nobody step in `before_step` but notes the optimizer's options, and in `before_use` waits for the round to be closed and for
+these parameters to be complete before it updates them and returns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stretto.engine.bucket import Bucket
+from stretto.engine.loop_state import LoopState
+from stretto.engine.watch import Watch
+from stretto.job import Job
+
+if TYPE_CHECKING:
+    from stretto.strategy import Strategy
+
+Named = tuple[str, Tensor]
+TensorsByName = dict[str, dict[str, Tensor]]  # parameter -> kind -> value
+B = TypeVar("B", bound=Bucket)
+
+EVERYBODY: Final = None  # all parameters of the optimizer step
+NOBODY: Final[frozenset[Tensor]] = frozenset()
+
+
+class Participation(Enum):
+    """How this worker takes part in a round."""
+
+    WORKING = "with its gradients"
+    EMPTY = "it has accumulated nothing"
+    FAILED = "its backward ended in an exception"
+    ABSENT = "out of data"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a Training is bound to, beside its strategy and its job. It must not hold on to the engine: see `weak_hook.py`."""
+
+    model: nn.Module
+    name: str  # of the model, for messages; the same on all workers
+    channel: int  # of this model's collectives
+    loop: LoopState
+    check_finite: bool
+    scaler: Any = None  # the GradScaler that was given to distribute()
+
+
+class RoundEnd(NamedTuple):
+    """How a backward has ended here."""
+
+    participation: Participation
+    late: Mapping[Tensor, Tensor]  # parameter -> gradient that came after its bucket had left
+
+
+class RoundResult(NamedTuple):
+    """What has come of a round."""
+
+    combined: bool  # p.grad holds what this way of training promises
+    anybody_present: bool = True  # whether any worker still has data
+    some_unused: bool = False  # some parameter had no gradient on some worker: it may have been frozen
+    final: bool = False  # nothing may be added to these gradients before a step has used them
+
+
+class TrainingState(NamedTuple):
+    """What a Training remembers from step to step, as it is saved. `own` is this worker's, `shared` the same on all."""
+
+    text: str  # what it belongs to: the state of another text is not taken
+    rounds: int
+    own: TensorsByName
+    shared: TensorsByName
+
+
+class Training(ABC, Generic[B]):
+    """One way to train, for one model in one job. See the module's text for when each method is called."""
+
+    waits_before_use: ClassVar[bool] = False  # whether `before_use` is to be called at all
+    engaged: bool = True  # otherwise there is nothing to do, and no hook is set: the plain loop
+    no_second_mean: str | None = None  # the answer that does not allow adding to a mean that no step has used, if there is one
+    no_join: str | None = None  # why workers cannot run out of data at different times, if so
+
+    # -- before anything is sent --------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_strategy(cls, strategy: Strategy) -> None:
+        """Raise `ConfigurationError` if the answers of the strategy do not go together. Called when a strategy is made."""
+
+    @classmethod
+    def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
+        """Raise `ConfigurationError` if this model cannot be trained so. Must not communicate: the refusal is told to all."""
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def arrange(self, dense: Sequence[Named], sparse: Sequence[Named]) -> Sequence[B]:
+        """Which gradients travel together: buckets of the `dense` parameters, in the order in which they are expected.
+
+        `sparse` have gradients that no bucket can hold. No buckets: gradients stay this worker's own, and no round begins."""
+
+    def adopt(self, new: Sequence[Tensor], found: Sequence[Named]) -> None:
+        """Parameters that came later: make the values of `new` equal on all workers, and combine the gradients that `found`
+        have already, for their buckets came too late."""
+
+    # -- a round ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def bucket_ready(self, bucket: B) -> None:
+        """The bucket holds all its gradients. From here on nobody writes to it until the round has ended."""
+
+    @abstractmethod
+    def backward_ended(self, end: RoundEnd) -> RoundResult:
+        """The round ends. Buckets that are not `sent` are filled and have yet to leave, in whatever order.
+
+        On return `p.grad` is what the strategy promises after backward; after an exception it is None."""
+
+    def is_complete(self, parameter: Tensor) -> bool:
+        """Whether all that this parameter's gradient of the round under way is made of has arrived. Does not wait."""
+        return False
+
+    # -- forwards and steps -------------------------------------------------------------------------------------------
+
+    def before_forward(self, buffers: Watch | None, *, saved: bool) -> None:
+        """A forward that a backward may follow. `buffers`: make these equal on all workers, for it is in training mode;
+        `saved`: a backward to come may still read what they hold now."""
+
+    def before_use(self, parameters: Iterable[Tensor]) -> None:
+        """Return when these parameters hold the values that the next forward is to see. Called if `waits_before_use`: before the
+        forward of every module that has parameters of its own, before `state_dict`, and by `stretto.synchronize`."""
+
+    def before_step(self, optimizer: Optimizer) -> Collection[Tensor] | None:
+        """Which parameters step: `EVERYBODY`, `NOBODY`, or only those given. For the others `p.grad` is None during the step."""
+        return EVERYBODY
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped."""
+
+    # -- what is remembered -------------------------------------------------------------------------------------------
+
+    def state(self) -> TrainingState | None:
+        """A copy of all that has to be saved; None if there never is anything."""
+        return None
+
+    def check_state(self, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
+        """What in `own` or `shared` of a saved state cannot belong to this model, in words, or None."""
+        return None
+
+    def load_state(self, state: TrainingState) -> None:
+        """Go on from there. Replaces all that is remembered."""
+
+    def shared_out(self, everybody: Sequence[TensorsByName]) -> TensorsByName:
+        """What one worker begins with of its own, where another number of workers have saved `everybody`'s."""
+        return {}
+
+    def close(self) -> None:
+        """No further call comes. Nothing is sent."""

@@ -1,0 +1,271 @@
+"""Two levels: what the laws do not ask. (`laws/` has Hierarchy among its strategies.)"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.worker import Refusing, assert_equal_everywhere, data, mlp, seeded, start, state_of, take_step
+from laws.strategies import COMPRESSIONS
+from stretto import AllReduce, Hierarchy, Strategy, parse
+from stretto.aggregate.hierarchy.training import SynchronousHierarchy
+from stretto.checkpoint import load, save
+from stretto.compress.codec import Compression
+from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.none import NoCompression
+from stretto.compress.power_sgd import PowerSGD
+from stretto.compress.sign import Sign
+from stretto.distributing import distribute, engine_of, join
+from stretto.engine.training import TensorsByName
+from stretto.errors import BackwardFailed, ConfigurationError, PeerLost
+from stretto.job import Job
+from stretto.plan import auto
+from stretto.plan.choose import Choices
+from stretto.plan.network import LinkEstimate
+from stretto.schedule.orders import Buckets
+from stretto.testing import run_jobs
+
+RING = AllReduce("ring")
+TWO_BY_TWO = ["a", "a", "b", "b"]
+SMALL = Buckets(bytes=128, first_bytes=64)
+SIGN = ErrorFeedback(Sign(block=16))
+
+
+def two_levels(compress: Compression | None = None, inner: str = "native") -> Strategy:
+    return Strategy(aggregate=Hierarchy(inner=AllReduce(inner)), compress=compress or NoCompression(), schedule=SMALL)
+
+
+def flat(compress: Compression) -> Strategy:
+    return Strategy(compress=compress, schedule=SMALL)
+
+
+@pytest.fixture(autouse=True)
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes a ring, without measuring."""
+    table = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
+    monkeypatch.setattr(auto, "_make_choices", lambda group: table)
+
+
+def optimizer_for(compress: Compression, model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.0 if compress.optimizer_hint else 0.9)
+
+
+def train(job: Job, strategy: Strategy, batches: list[int], steps: int = 4) -> dict[str, Tensor]:
+    """`batches[rank]`: whose data this worker trains on."""
+    model = mlp().float()
+    optimizer = optimizer_for(strategy.compress, model)
+    distribute(model, optimizer, strategy, job=job)
+    for step in range(steps):
+        model(data(batches[job.rank], step).float()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model)
+
+
+def remembered(model: nn.Module) -> TensorsByName:
+    state = engine_of(model).training.state()
+    assert state is not None
+    return state.own
+
+
+# -- what compression does between hosts ------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("compress", COMPRESSIONS, ids=repr)
+def test_hosts_whose_workers_have_the_same_data_are_a_job_of_as_many_workers_bit_for_bit(compress: Compression) -> None:
+    expected = run_jobs(2, train, flat(compress), [0, 1])[0]
+    both = run_jobs(4, train, two_levels(compress), [0, 0, 1, 1], hosts=TWO_BY_TWO)
+    one_each = run_jobs(2, train, two_levels(compress), [0, 1], hosts=["a", "b"])
+    assert_equal_everywhere([expected, *both, *one_each])
+
+
+@pytest.mark.parametrize("compress", [SIGN, ErrorFeedback(PowerSGD(2))], ids=repr)
+@pytest.mark.parametrize("hosts", [["a", "a", "b"], ["a", "b", "a", "b"], ["a", "b", "b", "c", "c", "c", "c"]], ids=str)
+def test_replicas_stay_equal_wherever_the_workers_are(compress: Compression, hosts: list[str]) -> None:
+    states = run_jobs(len(hosts), train, two_levels(compress), list(range(len(hosts))), hosts=hosts)
+    assert_equal_everywhere(states)
+
+
+@pytest.mark.parametrize("compress", [SIGN, ErrorFeedback(PowerSGD(2))], ids=repr)
+def test_save_and_load_resume_with_the_same_bits_also_on_other_workers(compress: Compression, tmp_path: Path) -> None:
+    def program(job: Job, numbers: range) -> dict[str, Tensor]:
+        model = mlp(job.rank + numbers.start).float()
+        optimizer = optimizer_for(compress, model)
+        distribute(model, optimizer, two_levels(compress), job=job)
+        if numbers.start:
+            resumed = load(tmp_path / "c.pt", model, optimizer)
+            assert any("between hosts" in line for line in resumed.carried)
+            assert not any("compress" in line for line in resumed.lost)
+        for step in numbers:
+            model(data(job.rank, step).float()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        save(tmp_path / "c.pt", model, optimizer)
+        return state_of(model)
+
+    whole = run_jobs(4, program, range(6), hosts=TWO_BY_TWO)
+    run_jobs(4, program, range(3), hosts=TWO_BY_TWO)
+    assert_equal_everywhere([whole[0], *run_jobs(4, program, range(3, 6), hosts=TWO_BY_TWO)])
+    assert_equal_everywhere(run_jobs(3, program, range(6, 7), hosts=["a", "a", "b"]))  # another job: what was left is still said
+
+
+def test_what_a_parameter_has_yet_to_say_is_kept_while_it_is_frozen() -> None:
+    def program(job: Job) -> float:
+        model = mlp().float()
+        optimizer = start(job, model, two_levels(SIGN))
+        take_step(model, job, optimizer)
+        residuals = {name: kinds for name, kinds in remembered(model).items() if name.startswith("0.")}
+        model[0].requires_grad_(False)
+        take_step(model, job, optimizer, step=1)
+        model[0].requires_grad_(True)
+        model(data(job.rank).float())  # gets its place again
+        after = remembered(model)
+        for name, kinds in residuals.items():
+            for kind, value in kinds.items():
+                assert torch.equal(after[name][kind], value)
+        return float(sum(value.abs().sum() for kinds in residuals.values() for value in kinds.values()))
+
+    amounts = run_jobs(4, program, hosts=TWO_BY_TWO)
+    assert sum(amounts[:2]) > 0 and sum(amounts[:2]) != amounts[0] * 2  # the two workers of a host keep different ones
+
+
+def test_a_value_that_is_not_finite_makes_everybodys_gradients_nan_and_leaves_residuals_alone() -> None:
+    def program(job: Job) -> None:
+        model = mlp().float()
+        optimizer = start(job, model, two_levels(SIGN))
+        take_step(model, job, optimizer)
+        before = remembered(model)
+        bad = float("nan") if job.rank == 3 else 1.0
+        (model(data(job.rank).float()).square().mean() * bad).backward()
+        assert all(p.grad is not None and bool(p.grad.isnan().all()) for p in model.parameters())
+        after = remembered(model)
+        assert all(torch.equal(after[name][kind], value) for name, kinds in before.items() for kind, value in kinds.items())
+
+    run_jobs(4, program, hosts=TWO_BY_TWO)
+
+
+def test_workers_that_run_out_of_data_speak_on_for_their_host() -> None:
+    def program(job: Job) -> dict[str, Tensor]:
+        model = mlp().float()
+        optimizer = start(job, model, two_levels(SIGN))
+        with join(model):
+            for step in range(1 + job.rank):
+                take_step(model, job, optimizer, step=step)
+        return state_of(model)
+
+    assert_equal_everywhere(run_jobs(4, program, hosts=TWO_BY_TWO))
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", ["native", "ring"])
+def test_a_host_sends_the_model_once_where_a_flat_ring_sends_it_one_and_a_half_times(inner: str) -> None:
+    wide, payload = 200, 200 * 200 * 4
+
+    def program(job: Job, strategy: Strategy) -> int:
+        model = seeded(lambda: nn.Linear(wide, wide, bias=False))
+        start(job, model, strategy)
+        others = [peer.rank for peer in job.peers if peer.host != job.peers[job.rank].host]
+        before = sum(map(job.ledger.sent_to, others))
+        model(torch.ones(1, wide)).sum().backward()
+        return sum(map(job.ledger.sent_to, others)) - before
+
+    sent = run_jobs(4, program, two_levels(inner=inner), hosts=TWO_BY_TWO)
+    assert payload < sum(sent[:2]) < 1.01 * payload and abs(sent[0] - sent[1]) < 0.01 * payload  # each of them its half
+    by_ring = run_jobs(4, program, Strategy(aggregate=RING, schedule=SMALL), hosts=TWO_BY_TWO)
+    assert 1.5 * payload < sum(by_ring[:2]) < 1.51 * payload
+
+
+def test_parameters_are_shared_out_evenly_and_keep_their_owner() -> None:
+    def program(job: Job) -> list[int]:
+        model = seeded(lambda: nn.Sequential(*[nn.Linear(10, 10) for _ in range(8)]))
+        start(job, model, two_levels(SIGN))
+        training = engine_of(model).training
+        assert isinstance(training, SynchronousHierarchy)
+        before = dict(training._owners)
+        model[0].requires_grad_(False)
+        model.append(nn.Linear(10, 10))
+        model(torch.ones(1, 10))
+        assert before.items() <= training._owners.items() and len(training._owners) == len(before) + 2
+        loads = [0, 0]
+        for name, parameter in model.named_parameters():
+            loads[training._owners[name]] += parameter.numel()
+        return loads
+
+    loads = run_jobs(4, program, hosts=TWO_BY_TWO)
+    assert loads[0] == loads[1] == loads[2] == loads[3] and max(loads[0]) <= 1.3 * min(loads[0])
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", ["native", "ring"])
+@pytest.mark.parametrize("compress", [NoCompression(), SIGN], ids=repr)
+def test_a_worker_that_dies_is_named_on_both_hosts(inner: str, compress: Compression) -> None:
+    def program(job: Job) -> str:
+        model = mlp().float()
+        optimizer = start(job, model, two_levels(compress, inner))
+        if job.rank == 3:
+            take_step(model, job, optimizer)
+            assert job.wire is not None
+            job.wire.abandon()
+            return "died"
+        with pytest.raises(PeerLost) as lost:
+            for step in range(2):  # in the first, if rank 3 was quicker
+                take_step(model, job, optimizer, step=step)
+        return f"lost {lost.value.rank}"
+
+    assert run_jobs(4, program, hosts=TWO_BY_TWO) == ["lost 3"] * 3 + ["died"]
+
+
+def test_a_backward_that_fails_gives_nobody_a_step() -> None:
+    def program(job: Job) -> None:
+        model = mlp().float()
+        optimizer = start(job, model, two_levels())
+        take_step(model, job, optimizer)
+        before = state_of(model)
+        out = model(data(job.rank).float())
+        if job.rank == 1:
+            out = Refusing.apply(out)  # type: ignore[no-untyped-call]
+            with pytest.raises(RuntimeError, match="cannot go on"):
+                out.sum().backward()
+            optimizer.step()
+        else:
+            with pytest.raises(BackwardFailed, match="1"):
+                out.sum().backward()
+        assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
+
+    run_jobs(4, program, hosts=TWO_BY_TWO)
+
+
+def test_the_log_says_what_was_chosen_inside_a_host(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "stretto"):
+        run_jobs(4, train, two_levels(), [0, 1, 2, 3], 1, hosts=TWO_BY_TWO)
+    lines = sorted(line for line in caplog.messages if "combine through" in line)
+    assert len(lines) == 2 and all("mapped host memory" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Hierarchy(inner=AllReduce("butterfly")), r'Write inner=AllReduce\("native"\)'),
+        (lambda: Hierarchy(outer=AllReduce("native")), r"Write outer=AllReduce\(\)"),
+        (lambda: Hierarchy(outer=Hierarchy()), r"Write outer=AllReduce\(\)"),  # type: ignore[arg-type]
+        (lambda: Strategy(aggregate=Hierarchy(outer=RING), compress=Sign()), "do not add up"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_write_instead(make: Any, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        make()
+
+
+def test_it_reads_back_from_its_text() -> None:
+    strategy = Strategy(aggregate=Hierarchy(outer=RING), compress=ErrorFeedback(PowerSGD(4)))
+    assert parse(repr(strategy)) == strategy

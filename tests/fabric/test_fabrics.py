@@ -1,0 +1,192 @@
+"""Fabrics: sums over the workers of a host, in shares, whatever carries the bytes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.collectives.group import Group
+from stretto.errors import PeerLost, RankMismatch
+from stretto.fabric import mapped as mapped_module
+from stretto.fabric.base import Area, Fabric, Steps
+from stretto.fabric.by_wire import ByWire
+from stretto.fabric.choose import choose_fabric
+from stretto.fabric.mapped import CannotMap, MappedFabric
+from stretto.job import Job
+from stretto.testing import run_jobs
+from stretto.wire.mapping import OwnMapping, map_offered
+
+KINDS = [MappedFabric, ByWire]
+AREAS = [
+    Area(1000, torch.float32),
+    Area(1000, torch.float64, owner=1),
+    Area(5, torch.bfloat16),
+    Area(0, torch.float32),
+    Area(1, torch.complex64, owner=0),
+]
+
+
+def drive(steps: Steps) -> None:
+    for pending in steps:
+        pending.wait()
+
+
+def values(area: Area, rank: int, turn: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * turn + rank)
+    return torch.randint(-8, 8, (area.num_elements,), generator=generator).to(area.dtype)  # sums are exact
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_share_is_the_sum_and_what_is_made_of_it_reaches_everybody(kind: Callable[[Group], Fabric], size: int) -> None:
+    def program(job: Job) -> None:
+        group, fabric = job.world, kind(job.world)
+        fabric.prepare(AREAS)
+        for turn in range(3):
+            for number, area in enumerate(AREAS):
+                flat = values(area, job.rank, turn)
+                total = sum((values(area, rank, turn) for rank in range(size)), torch.zeros((), dtype=area.dtype))
+                start, stop = area.share(group.rank, size)
+                drive(fabric.sum(number, flat, 0.5, len(AREAS) * turn + number, ""))
+                assert torch.equal(2 * flat[start:stop], total[start:stop])
+                flat[start:stop] *= 4
+                drive(fabric.share(number, flat, len(AREAS) * turn + number, ""))
+                assert torch.equal(flat, 2 * total)
+
+    run_jobs(size, program)
+
+
+def test_shares_cover_an_area_once() -> None:
+    for area in AREAS:
+        for size in (2, 3, 7):
+            shares = [area.share(member, size) for member in range(size)]
+            covered = [place for start, stop in shares for place in range(start, stop)]
+            assert covered == list(range(area.num_elements))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_member_that_dies_between_the_two_halves_is_a_lost_peer(kind: Callable[[Group], Fabric]) -> None:
+    area = Area(100_000, torch.float32)
+
+    def program(job: Job) -> str:
+        fabric = kind(job.world)
+        fabric.prepare([area])
+        flat = torch.ones(area.num_elements)
+        drive(fabric.sum(0, flat, 1.0, 0, ""))
+        if job.rank == 2:
+            assert job.wire is not None
+            job.wire.abandon()
+            return "died"
+        with pytest.raises(PeerLost) as lost:
+            drive(fabric.share(0, flat, 0, ""))
+        return f"lost {lost.value.rank}"
+
+    assert run_jobs(3, program) == ["lost 2", "lost 2", "died"]
+
+
+def test_members_that_are_not_in_the_same_use_are_told() -> None:
+    def program(job: Job) -> None:
+        fabric = MappedFabric(job.world)
+        fabric.prepare(AREAS)
+        with pytest.raises(RankMismatch, match="for bucket 1"):
+            drive(fabric.sum(0, values(AREAS[0], 0, 0), 1.0, 0, f" for bucket {job.rank}"))
+
+    run_jobs(2, program)
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def chosen(job: Job) -> str:
+    return choose_fabric(job.world, job.peers, AREAS).name
+
+
+def test_mapped_memory_is_chosen_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "stretto"):
+        assert run_jobs(3, chosen) == ["mapped host memory"] * 3
+    (line,) = [record.getMessage() for record in caplog.records if "combine through" in record.getMessage()]
+    assert line == "the 3 workers of a host (ranks [0, 1, 2]) combine through mapped host memory: they see each other's memory"
+
+
+def test_where_one_cannot_make_the_memory_all_use_the_wire(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fired: list[int] = []
+
+    def refuse_once(num_bytes: int) -> OwnMapping:
+        if not fired:
+            fired.append(num_bytes)
+            raise OSError(28, "No space left on device")
+        return OwnMapping(num_bytes)
+
+    monkeypatch.setattr(mapped_module, "OwnMapping", refuse_once)
+    with caplog.at_level(logging.INFO, "stretto"):
+        assert run_jobs(3, chosen) == ["our wire"] * 3
+    assert len(fired) == 1 and "No space left" in caplog.text
+
+
+def test_an_offer_that_cannot_be_mapped_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(job: Job) -> str:
+        with pytest.raises(CannotMap) as refused:
+            MappedFabric(job.world).prepare(AREAS)
+        return str(refused.value)
+
+    monkeypatch.setattr(mapped_module, "map_offered", lambda offer, writable: map_offered(type(offer)("/etc/passwd", b"", 1)))
+    texts = set(run_jobs(2, program))
+    assert len(texts) == 1 and "no open file of a process" in texts.pop()
+
+
+# -- the memory itself ------------------------------------------------------------------------------------------------
+
+
+def test_what_one_writes_the_other_reads_also_after_the_file_is_closed() -> None:
+    mine = OwnMapping(4096)
+    theirs = map_offered(mine.offer)
+    mine.bytes[:] = 7
+    mine.close_file()
+    assert theirs.min() == 7 and not theirs.flags.writeable
+    with pytest.raises(OSError):
+        map_offered(mine.offer)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_bytes": 4095}, "bytes long instead of"),
+        ({"num_bytes": -1}, "a mapping of -1"),
+        ({"cookie": bytes(64)}, "not the one that was offered"),
+        ({"path": "/dev/zero"}, "no open file of a process"),
+    ],
+)
+def test_an_offer_that_is_not_what_it_says_is_refused(change: dict[str, object], says: str) -> None:
+    mine = OwnMapping(4096)
+    offer = type(mine.offer)(**({"path": mine.offer.path, "cookie": mine.offer.cookie, "num_bytes": 4096} | change))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=says):
+        map_offered(offer)
+
+
+def test_a_file_that_can_be_shortened_is_refused() -> None:
+    descriptor = os.memfd_create("open")
+    os.fchmod(descriptor, 0o600)
+    os.ftruncate(descriptor, 64 + 100)
+    mine = OwnMapping(100)
+    try:
+        with pytest.raises(ValueError, match="can still be shortened"):
+            map_offered(type(mine.offer)(f"/proc/{os.getpid()}/fd/{descriptor}", bytes(64), 100))
+    finally:
+        os.close(descriptor)
+
+
+def test_no_file_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="more than half"):
+        OwnMapping(1 << 60)
+    mine = OwnMapping(100)
+    map_offered(mine.offer)
+    del mine
+    assert len(os.listdir("/proc/self/fd")) == before
