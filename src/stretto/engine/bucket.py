@@ -31,8 +31,8 @@ from stretto.collectives.request import Pending
 from stretto.compress.codec import Compression
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
-from stretto.compress.rounds import Turn
-from stretto.compress.state import State
+from stretto.compress.rounds import ExchangeContext
+from stretto.compress.state import CompressionState
 from stretto.engine.lane import Errand
 from stretto.errors import ConfigurationError
 from stretto.schedule.orders import Schedule
@@ -86,8 +86,8 @@ class Bucket:
         self.bring_back: Callable[[], None] | None = None
         self.compression = compression or NoCompression()
         self.layout = Layout.in_memory((name, parameter.shape, _order(parameter)) for name, parameter in members)
-        self.state = None if self.compression.lossless else State(self.layout, device)
-        self.turn: Turn | None = None  # in this round, if it is compressed
+        self.state = None if self.compression.lossless else CompressionState(self.layout, device)
+        self.turn: ExchangeContext | None = None  # in this round, if it is compressed
         self.errand: Errand | None = None
         self.kept: dict[Any, Any] = {}
 
@@ -180,7 +180,7 @@ class Bucket:
     def forget(self) -> None:
         """What its compression remembers."""
         if self.state is not None:
-            self.state = State(self.layout, self.flat.device)
+            self.state = CompressionState(self.layout, self.flat.device)
 
     def reset(self) -> None:
         self.fired = [False] * len(self.parameters)

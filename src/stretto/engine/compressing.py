@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.compress.draw import Draw
-from stretto.compress.kept_memory import KeptMemory
+from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.none import NoCompression
-from stretto.compress.rounds import Turn
-from stretto.compress.state import State
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import ExchangeContext
+from stretto.compress.state import CompressionState
 from stretto.engine.bucket import Bucket, Notes
 from stretto.engine.carrier import MOST, Carrier
 from stretto.engine.lane import Course, Lane
@@ -52,9 +52,11 @@ class Compressing:
         """Send the bucket on its way. `absent`: this worker has no data, so nothing of its own to say."""
         if bucket.state is not None:
             state = bucket.state.of_absent() if absent else bucket.state
-            draw = Draw.of_round(state.rounds, self._job.rank)
+            draw = RandomKeys.of_round(state.rounds, self._job.rank)
             world_size = self._job.world_size
-            bucket.turn = Turn(bucket.layout, state, draw, self._job.rank, world_size, self._algorithm, bucket.kept, weight)
+            bucket.turn = ExchangeContext(
+                bucket.layout, state, draw, self._job.rank, world_size, self._algorithm, bucket.kept, weight
+            )
         self._submit(bucket, self._course(bucket, sequence, label))
 
     def start_closing(self, bucket: Bucket, *, sequence: int, label: str) -> None:
@@ -128,10 +130,12 @@ class Compressing:
         self._lane.stop()
 
 
-def _turn(bucket: Bucket, job: Job) -> Turn:
+def _turn(bucket: Bucket, job: Job) -> ExchangeContext:
     if bucket.turn is not None:
         return bucket.turn
-    return Turn(bucket.layout, State(bucket.layout, bucket.flat.device), rank=job.rank, world_size=job.world_size)
+    return ExchangeContext(
+        bucket.layout, CompressionState(bucket.layout, bucket.flat.device), rank=job.rank, world_size=job.world_size
+    )
 
 
 def _in_float32(bucket: Bucket) -> Tensor:
@@ -139,7 +143,7 @@ def _in_float32(bucket: Bucket) -> Tensor:
     gradients = bucket.gradients
     if gradients.dtype is torch.float32:
         return gradients
-    memory: KeptMemory = bucket.kept.setdefault(KeptMemory, KeptMemory())
+    memory: BufferPool = bucket.kept.setdefault(BufferPool, BufferPool())
     return memory.empty(len(gradients), torch.float32, gradients.device).copy_(gradients)
 
 
