@@ -28,15 +28,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import harness
 import msgspec
-from step import QUICK_RESULTS, RESULTS, judge, machine_name, ratio
+from harness import ratio
 
-from stretto.bench.machine import Machine, describe
-from stretto.errors import ConfigurationError, StrettoError
+from stretto.bench.machine import MachineInfo, describe
+from stretto.bench.turns import now, take_turns
+from stretto.errors import ConfigurationError
 
 HERE = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("before_after_worker.py")
@@ -55,10 +56,10 @@ PLACES: dict[str, tuple[int, list[str], list[str]]] = {  # workers, how they are
 }
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class BeforeAfterReport(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     date: str
-    machine: Machine
+    machine: MachineInfo
     commits: dict[str, str]
     starts: int
     seconds: dict[str, dict[str, list[float]]]  # place and case -> tree -> per time, of the slowest rank, one per turn
@@ -123,15 +124,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def take_turns(crews: dict[str, Crew], case: str, turns: int) -> dict[str, list[float]]:
-    """The times of every turn. What a turn is, both learn from the slower one."""
+def compared(crews: dict[str, Crew], case: str, turns: int) -> dict[str, list[float]]:
+    """The times of every turn. How long a turn is, both learn from the slower one."""
     slowest = max(each.work(case, 2) for each in crews.values())
     times = max(1, min(MOST_TIMES, math.ceil(TURN_S / slowest)))
-    seconds: dict[str, list[float]] = {name: [] for name in crews}
-    for number in range(turns):
-        for name in sorted(crews, reverse=bool(number % 2)):
-            seconds[name].append(crews[name].work(case, times))
-    return seconds
+    seconds = take_turns([partial(each.work, case, times) for each in crews.values()], turns)
+    return dict(zip(crews, seconds, strict=True))
 
 
 def commit_of(tree: Path) -> str:
@@ -141,7 +139,7 @@ def commit_of(tree: Path) -> str:
     return asked.stdout.strip() or "unknown"
 
 
-def run(options: argparse.Namespace, command: str) -> Report:
+def run(options: argparse.Namespace, command: str) -> BeforeAfterReport:
     before = options.before.resolve()
     if not (before / "src" / "stretto").is_dir():
         raise ConfigurationError(
@@ -155,12 +153,12 @@ def run(options: argparse.Namespace, command: str) -> Report:
             with ExitStack() as opened:
                 crews = {name: opened.enter_context(crew(name, tree, workers, start)) for name, tree in trees.items()}
                 for case in cases[:1] if options.quick else cases:
-                    for name, found in take_turns(crews, case, options.turns).items():
+                    for name, found in compared(crews, case, options.turns).items():
                         seconds.setdefault(f"{place}: {case}", {}).setdefault(name, []).extend(found)
             print(f"{place}, start {number + 1}", flush=True)
-    return Report(
+    return BeforeAfterReport(
         command=command,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=now(),
         machine=describe(),
         commits={name: commit_of(tree) for name, tree in trees.items()},
         starts=options.starts,
@@ -168,35 +166,30 @@ def run(options: argparse.Namespace, command: str) -> Report:
     )
 
 
-def as_markdown(report: Report) -> str:
-    machine = report.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+def as_markdown(report: BeforeAfterReport) -> list[str]:
     lines = [
-        "# Before and after", "",
-        f"{report.date}; `{report.command}`", "",
-        f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}; {versions}.", "",
+        *harness.heading("Before and after", report.date, report.command, report.machine),
         f"Commit {report.commits['before']} (before) and {report.commits['after']} (after): a job of each, started "
         f"{report.starts} times, taking turns. Times are of the slowest rank, per step or all-reduce (`auto`, sizes in bytes). "
-        "Ratios above 1 mean that we got faster; with the 95 % interval of the median over turns.", "",
-        "| case | before, ms | after, ms | before / after | at least | verdict |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        "Ratios above 1 mean that we got faster; with the 95 % interval of the median over turns.",
+        "",
+        *harness.table("case", "before, ms", "after, ms", "before / after", "at least", "verdict"),
+    ]
     for case, trees in report.seconds.items():
         found = ratio(trees["before"], trees["after"])
-        verdict = judge(len(trees["before"]), met=found.low >= SLOWER_AT_MOST, missed=found.high < SLOWER_AT_MOST)
+        verdict = found.at_least(SLOWER_AT_MOST, len(trees["before"]))
         times = [f"{1e3 * statistics.median(trees[name]):.3f}" for name in ("before", "after")]
         shown = f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})"
         lines.append(f"| {case} | {times[0]} | {times[1]} | {shown} | {SLOWER_AT_MOST:.2f} | {verdict} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compare the speed of two commits on this machine.")
+    parser = harness.parser("Compare the speed of two commits on this machine.", quick="one case, few turns")
     parser.add_argument("--before", type=Path, required=True, help="a tree of the earlier commit: git worktree add FOLDER COMMIT")
     parser.add_argument("--only", action="append", choices=sorted(PLACES), help="in this place; may be repeated")
     parser.add_argument("--starts", type=int, default=3, help="how often the two jobs are started (3)")
     parser.add_argument("--turns", type=int, default=11, help="turns of each job, for each case and start (11)")
-    parser.add_argument("--quick", action="store_true", help="one case, few turns; written to build/benchmarks")
-    parser.add_argument("--output", type=Path, help="folder for the two files (benchmarks/results)")
     options = parser.parse_args(arguments)
     if options.quick:
         options.starts, options.turns, options.only = 1, 2, options.only or ["alone"]
@@ -205,18 +198,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
-    shown: list[Any] = [word if word != str(options.before) else "TREE" for word in arguments]
-    report = run(options, " ".join(["python benchmarks/before_after.py", *shown]))
-    folder = options.output or (QUICK_RESULTS if options.quick else RESULTS)
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"before_after_{machine_name(report.machine)}_{report.date[:10]}"
-    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    stem.with_suffix(".md").write_text(as_markdown(report))
-    print(as_markdown(report))
+    shown = [word if word != str(options.before) else "TREE" for word in arguments]
+    report = run(options, harness.command_of("before_after", shown))
+    text = as_markdown(report)
+    harness.write("before_after", report, text, report.date, report.machine, harness.folder_of(options), report.machine.gpu)
+    print("\n".join(text))
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except StrettoError as problem:
-        raise SystemExit(f"before_after.py: {problem}") from None
+    harness.run(main)

@@ -16,24 +16,20 @@ also those where we lose). Let the machine be idle.
 
 from __future__ import annotations
 
-import argparse
-import re
 import shlex
 import statistics
-import sys
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
+import harness
 import msgspec
-from step import QUICK_RESULTS, RESULTS, judge, ratio
+from harness import ratio
 
 from stretto.bench.compress_measure import measure
 from stretto.bench.compress_results import CompressReport, CompressRow
 from stretto.bench.compress_settings import CompressSettings, check, parse_codecs
-from stretto.bench.compress_show import as_json, footnotes, pay_table, recommendations, sent_table, show, speed_table
+from stretto.bench.compress_show import footnotes, pay_table, recommendations, sent_table, show, speed_table
 from stretto.bench.settings import parse_sizes, show_size
-from stretto.errors import StrettoError
 
 SIZES = {"cpu": "1M,4M,64M", "cuda": "4M,64M"}
 LIMIT_S = {"cpu": 60.0, "cuda": 10.0}  # for one codec and size; without a kernel of their own, codecs are slow on a GPU
@@ -42,7 +38,7 @@ QUICK_SIZES = "64K,256K"
 
 
 @dataclass(frozen=True)
-class Claim:
+class SpeedClaim:
     """These calls of a codec, one after the other, at `target` times a copy's rate or more."""
 
     codec: str
@@ -56,36 +52,35 @@ class Claim:
 
 FAST = ("Int8()", "Sign()", "BFloat16()")
 CLAIMS = {
-    "cpu": tuple(Claim(codec, ("encode", "decode"), 0.5) for codec in FAST),
+    "cpu": tuple(SpeedClaim(codec, ("encode", "decode"), 0.5) for codec in FAST),
     "cuda": (
-        *(Claim(codec, (call,), 0.75) for codec in FAST for call in ("encode", "decode")),
-        Claim("TopK(0.01)", ("encode",), 1 / 3),
+        *(SpeedClaim(codec, (call,), 0.75) for codec in FAST for call in ("encode", "decode")),
+        SpeedClaim("TopK(0.01)", ("encode",), 1 / 3),
     ),
 }
 IN_TRAINING, NEW_MEMORY = ("encode", "add_decoded"), ("encode_new", "decode_new")
 BESIDE = {  # no claims: what the exchanges call, and what it is worth to write to memory that is there
-    "cpu": tuple(Claim(codec, calls, 0.5) for calls in (IN_TRAINING, NEW_MEMORY) for codec in FAST),
-    "cuda": tuple(Claim(codec, (call,), 0.75) for codec in FAST for call in ("encode_residual", "add_decoded")),
+    "cpu": tuple(SpeedClaim(codec, calls, 0.5) for calls in (IN_TRAINING, NEW_MEMORY) for codec in FAST),
+    "cuda": tuple(SpeedClaim(codec, (call,), 0.75) for codec in FAST for call in ("encode_residual", "add_decoded")),
 }
 
 
-def judged(claim: Claim, row: CompressRow, claimed: int | None) -> str:
+def judged(claim: SpeedClaim, row: CompressRow, claimed: int | None) -> str:
     """One line of the table: the two took turns, so they are compared round by round. `claimed`: the size that it is about."""
     taken = [sum(times) for times in zip(*(row.calls[call].seconds for call in claim.calls), strict=True)]
     found = ratio(row.copy.seconds, taken)
-    verdict = judge(len(taken), met=found.low >= claim.target, missed=found.high < claim.target)
+    verdict = found.at_least(claim.target, len(taken))
     if claimed is None:
         verdict = "no claim"
     elif claimed != row.size:
         verdict = f"not judged: the claim is about {show_size(claimed)}"
-    shown = f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
-    return f"| {claim.text} | {show_size(row.size)} | {claim.target:.2f} | {shown} | {verdict} |"
+    return f"| {claim.text} | {show_size(row.size)} | {claim.target:.2f} | {found} | {verdict} |"
 
 
 def claims_table(report: CompressReport) -> list[str]:
     device, largest = report.settings.device, max(report.settings.sizes)
     rows = {row.codec: row for row in report.rows if row.size == largest}
-    lines = ["| claim | size | target | measured | verdict |", "|---|---|---|---|---|"]
+    lines = harness.table("claim", "size", "target", "measured", "verdict")
     for claims, claimed in ((CLAIMS[device], CLAIMED[device]), (BESIDE[device], None)):
         lines += [judged(claim, rows[claim.codec], claimed) for claim in claims if claim.codec in rows]
     return lines
@@ -112,21 +107,10 @@ def joined(first: CompressReport, more: CompressReport) -> CompressReport:
     return msgspec.structs.replace(first, settings=settings, rows=first.rows + more.rows)
 
 
-def markdown_table(head: list[str], lines: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(line)} |" for line in lines)]
-
-
-def as_markdown(report: CompressReport) -> str:
-    machine, settings = report.machine, report.settings
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    gpu = f", {machine.gpu}" if settings.device == "cuda" else ""
+def as_markdown(report: CompressReport) -> list[str]:
+    settings = report.settings
     lines = [
-        "# Codecs",
-        "",
-        f"{report.date}; `{settings.command}`",
-        "",
-        f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}{gpu}; {versions}.",
-        "",
+        *harness.heading("Codecs", report.date, settings.command, report.machine, _gpu(report)),
         f"Median over {settings.rounds} rounds (fewer where they take over {settings.limit_s:g} s), each call once per round, "
         "in turn with a copy. Ratios of claims are of the turns of each round, with the 95 % interval of the median.",
         "",
@@ -139,35 +123,23 @@ def as_markdown(report: CompressReport) -> str:
     for size, group in groupby(report.rows, key=lambda row: row.size):
         rows = list(group)
         for title, head, cells in (speed_table(rows), sent_table(rows), pay_table(rows, settings)):
-            lines += ["", f"## {show_size(size)}: {title}", "", *markdown_table(head, cells)]
+            lines += ["", f"## {show_size(size)}: {title}", "", *harness.table(*head)]
+            lines += [f"| {' | '.join(line)} |" for line in cells]
         lines += ["", *(f"- {line}" for line in recommendations(rows, settings))]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def machine_name(report: CompressReport) -> str:
-    machine = report.machine
-    name = machine.gpu if report.settings.device == "cuda" else f"{machine.processor} {machine.cores} cores"
-    return re.sub(r"[^a-z0-9]+", "-", (name or "").lower()).strip("-")
-
-
-def write(report: CompressReport, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"compress_{machine_name(report)}_{report.date[:10]}"
-    stem.with_suffix(".json").write_bytes(as_json(report))
-    stem.with_suffix(".md").write_text(as_markdown(report))
-    print("\n".join(claims_table(report)))
-    print(f"written: {stem}.md and {stem}.json")
+def _gpu(report: CompressReport) -> str | None:
+    return report.machine.gpu if report.settings.device == "cuda" else None
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="Measure every claim about codecs on this machine.")
+    parser = harness.parser("Measure every claim about codecs on this machine.", quick="small sizes, two rounds")
     parser.add_argument("--device", choices=sorted(SIZES), default="cpu", help="where the values are (cpu)")
     parser.add_argument("--sizes", help=f"bytes of gradients ({SIZES['cpu']}; on a GPU {SIZES['cuda']} and 256M)")
     parser.add_argument("--codecs", default="all", help='with commas: "Int8(), Sign()" (all)')
     parser.add_argument("--workers", type=int, default=4, help="how many take part in an exchange (4)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds that count (15)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, two rounds; written to build/benchmarks")
-    parser.add_argument("--output", type=Path, help="folder for the two files (benchmarks/results)")
     options = parser.parse_args(arguments)
     sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES[options.device])
     settings = CompressSettings(
@@ -183,11 +155,9 @@ def main(arguments: list[str]) -> None:
     if options.device == "cuda" and not (options.sizes or options.quick):
         report = joined(report, measure(claims_alone(settings)))
     show(report)
-    write(report, options.output or (QUICK_RESULTS if options.quick else RESULTS))
+    text, folder = as_markdown(report), harness.folder_of(options)
+    harness.show(claims_table(report), harness.write("compress", report, text, report.date, report.machine, folder, _gpu(report)))
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except StrettoError as problem:
-        raise SystemExit(f"compress.py: {problem}") from None
+    harness.run(main)

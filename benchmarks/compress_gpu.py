@@ -15,41 +15,34 @@ rows).
 
 from __future__ import annotations
 
-import argparse
 import gc
-import re
 import statistics
-import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 
+import harness
 import msgspec
 import torch
 from torch import Tensor
 
-from stretto.bench.machine import Machine, describe
-from stretto.bench.results import quartiles
+from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.table_text import seconds, spread
+from stretto.bench.turns import now, quartiles
 from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.dynamic8 import Dynamic8
 from stretto.compress.float16 import Float16
 from stretto.compress.int8 import Int8
 from stretto.compress.layout import Layout
 from stretto.compress.one_bit import OneBit
 from stretto.compress.qsgd import QSGD
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sign import Sign
 from stretto.compress.tern_grad import TernGrad
 from stretto.compress.top_k import TopK
 
-LEAST_ROUNDS = 7
 CALLS = 5  # of a turn
 HELD_ELEMENTS = 1 << 28  # copied twice ahead of a call: about a millisecond
-RESULTS = Path(__file__).parent / "results"
-QUICK_RESULTS = Path("build/benchmarks")
 CODECS: tuple[Codec, ...] = (
     Int8(), Int8(stochastic=True), Sign(), BFloat16(), BFloat16(stochastic=True), TopK(0.001), TopK(0.01), TopK(0.1),
     Float16(), Dynamic8(), QSGD(), TernGrad(), OneBit(),
@@ -60,13 +53,13 @@ COPY_TIMES = 3.0  # a copy's time so often, at most: TopK, encoding
 Call = Callable[[], object]
 
 
-class Settings(msgspec.Struct, frozen=True):
+class GpuSettings(msgspec.Struct, frozen=True):
     num_elements: int
     rounds: int
     calls: int = CALLS
 
 
-class Row(msgspec.Struct, frozen=True):
+class GpuRow(msgspec.Struct, frozen=True):
     layout: str
     codec: str
     what: str
@@ -75,12 +68,12 @@ class Row(msgspec.Struct, frozen=True):
     idle_seconds: list[float]  # where the device had nothing to do before
 
 
-class Report(msgspec.Struct, frozen=True):
-    settings: Settings
-    machine: Machine
+class GpuReport(msgspec.Struct, frozen=True):
+    settings: GpuSettings
+    machine: MachineInfo
     date: str
     copy_seconds: list[float]
-    rows: list[Row]
+    rows: list[GpuRow]
 
 
 def layouts(num_elements: int) -> dict[str, Layout]:
@@ -120,7 +113,7 @@ class Clock:
         return float(begin.elapsed_time(end)) * 1e-3
 
 
-class Contender:
+class GpuCall:
     """A call to be timed, and what its times were. `before`: not timed, ahead of each call."""
 
     def __init__(self, call: Call, before: Call = lambda: None) -> None:
@@ -135,28 +128,28 @@ class Contender:
             self.idle_seconds.append(idle)
 
 
-def of_codec(codec: Codec, layout: Layout, values: Tensor, spare: Tensor) -> tuple[dict[str, Contender], int]:
+def of_codec(codec: Codec, layout: Layout, values: Tensor, spare: Tensor) -> tuple[dict[str, GpuCall], int]:
     """What is timed, by name, and how long a payload is."""
-    blocks, draw = codec.blocks(layout), Draw.of_round(1, 0)
+    blocks, draw = codec.blocks(layout), RandomKeys.of_round(1, 0)
     payload = codec.encode(values, blocks, draw)
 
     def fill() -> None:
         spare.copy_(values)
 
     return {
-        "encode": Contender(lambda: codec.encode(values, blocks, draw)),
-        "encode_residual": Contender(lambda: codec.encode_residual(spare, blocks, draw), fill),
-        "decode": Contender(lambda: codec.decode(payload, blocks, draw)),
-        "add_decoded": Contender(lambda: codec.add_decoded(payload, blocks, draw, spare), fill),
+        "encode": GpuCall(lambda: codec.encode(values, blocks, draw)),
+        "encode_residual": GpuCall(lambda: codec.encode_residual(spare, blocks, draw), fill),
+        "decode": GpuCall(lambda: codec.decode(payload, blocks, draw)),
+        "add_decoded": GpuCall(lambda: codec.add_decoded(payload, blocks, draw, spare), fill),
     }, len(payload)
 
 
-def measure(settings: Settings) -> Report:
+def measure(settings: GpuSettings) -> GpuReport:
     gc.disable()  # a collection in the middle of a turn would be counted
     generator = torch.Generator("cuda").manual_seed(0)
     values = torch.randn(settings.num_elements, device="cuda", generator=generator)
     spare, clock, rows = torch.empty_like(values), Clock(), []
-    copy = Contender(lambda: spare.copy_(values))
+    copy = GpuCall(lambda: spare.copy_(values))
     for name, layout in layouts(settings.num_elements).items():
         for codec in CODECS:
             contenders, payload_bytes = of_codec(codec, layout, values, spare)
@@ -164,70 +157,52 @@ def measure(settings: Settings) -> Report:
                 for contender in (copy, *contenders.values()):
                     contender.turn(clock, counts=number >= 0)
             rows += [
-                Row(name, repr(codec), what, payload_bytes, one.seconds, one.idle_seconds) for what, one in contenders.items()
+                GpuRow(name, repr(codec), what, payload_bytes, one.seconds, one.idle_seconds) for what, one in contenders.items()
             ]
             print(f"{name}, {codec!r}", *(f"{what} {seconds(median(one))}" for what, one in contenders.items()), flush=True)
     machine = describe()
     machine = msgspec.structs.replace(machine, versions=machine.versions | {"triton": metadata.version("triton")})
-    return Report(settings, machine, datetime.now(UTC).isoformat(timespec="seconds"), copy.seconds, rows)
+    return GpuReport(settings, machine, now(), copy.seconds, rows)
 
 
-def median(contender: Contender) -> float:
+def median(contender: GpuCall) -> float:
     return statistics.median(contender.seconds)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def claims(report: Report) -> list[str]:
+def claims(report: GpuReport) -> list[str]:
     copy = statistics.median(report.copy_seconds)
-    lines = ["| values | codec | claim | target | measured | verdict |", "|---|---|---|---|---|---|"]
+    lines, rounds = harness.table("values", "codec", "claim", "target", "measured", "verdict"), report.settings.rounds
     claimed = tuple(codec.__name__ for codec in CLAIMED)
     for row in report.rows:
         share = copy / statistics.median(row.seconds)
         if not row.codec.startswith(claimed):
             continue
         if row.codec.startswith("TopK") and row.what == "encode":
-            shown = ("x a copy's time, at most", f"{COPY_TIMES:.2f}", f"{1 / share:.2f}", judge(report, 1 / share <= COPY_TIMES))
+            claim, target, found, met = "x a copy's time, at most", f"{COPY_TIMES:.2f}", 1 / share, 1 / share <= COPY_TIMES
         elif not row.codec.startswith("TopK") and row.what in ("encode", "decode"):
-            shown = (
-                f"{row.what}, x a copy's rate, at least",
-                f"{COPY_SHARE}",
-                f"{share:.2f}",
-                judge(report, share >= COPY_SHARE),
-            )
+            claim, target, found, met = f"{row.what}, x a copy's rate, at least", f"{COPY_SHARE}", share, share >= COPY_SHARE
         else:
             continue
-        lines.append(f"| {row.layout} | {row.codec} | {' | '.join(shown)} |")
+        lines.append(f"| {row.layout} | {row.codec} | {claim} | {target} | {found:.2f} | {harness.judge(rounds, met=met)} |")
     return lines
 
 
-def judge(report: Report, met: bool) -> str:
-    if report.settings.rounds < LEAST_ROUNDS:
-        return f"not judged: fewer than {LEAST_ROUNDS} rounds"
-    return "met" if met else "**missed**"
-
-
-def as_markdown(report: Report, command: str) -> str:
-    machine, settings = report.machine, report.settings
+def as_markdown(report: GpuReport, command: str) -> list[str]:
+    settings = report.settings
     value_bytes, copy = 4 * settings.num_elements, statistics.median(report.copy_seconds)
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    columns = ("time", "middle half", "GB/s", "x a copy's rate", "on an idle device", "payload bits per value")
     lines = [
-        "# Codecs on a GPU",
-        "",
-        f"{report.date}; `{command}`",
-        "",
-        f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}, {machine.gpu}; "
-        f"{versions}.",
-        "",
+        *harness.heading("Codecs on a GPU", report.date, command, report.machine, report.machine.gpu),
         f"{value_bytes / 1e6:.0f} MB of float32 values, Gaussian. Median over {settings.rounds} rounds of the median of "
         f"{settings.calls} calls; contenders take turns in each round. GB/s count the bytes of the values. A copy on the device: "
         f"{seconds(copy)} ({spread(quartiles(report.copy_seconds))}), {value_bytes / copy / 1e9:,.0f} GB/s.",
         "",
         *claims(report),
         "",
-        "| values | codec | what | time | middle half | GB/s | x a copy's rate | on an idle device | payload bits per value |",
-        "|---|---|---|---|---|---|---|---|---|",
+        *harness.table("values", "codec", "what", *columns),
     ]
     for row in report.rows:
         time = statistics.median(row.seconds)
@@ -236,31 +211,21 @@ def as_markdown(report: Report, command: str) -> str:
             f"| {value_bytes / time / 1e9:,.0f} | {copy / time:.2f} | {seconds(statistics.median(row.idle_seconds))} "
             f"| {8 * row.payload_bytes / settings.num_elements:.3f} |"
         )
-    return "\n".join(lines) + "\n"
-
-
-def write(report: Report, folder: Path, command: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    machine = re.sub(r"[^a-z0-9]+", "-", (report.machine.gpu or "").lower()).strip("-")
-    stem = folder / f"compress_gpu_{machine}_{report.date[:10]}"
-    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode([report]), indent=1) + b"\n")
-    stem.with_suffix(".md").write_text(as_markdown(report, command))
-    print("\n".join(claims(report)))
-    print(f"written: {stem}.md and {stem}.json")
+    return lines
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="Time codecs on a GPU against a copy in its memory.")
+    parser = harness.parser("Time codecs on a GPU against a copy in its memory.", quick="16 MB, 3 rounds")
     parser.add_argument("--rounds", type=int, default=15, help="rounds that count (15)")
-    parser.add_argument("--quick", action="store_true", help="16 MB, 3 rounds; written to build/benchmarks")
-    parser.add_argument("--output", type=Path, help="folder for the two files (benchmarks/results)")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("compress_gpu.py: there is no CUDA device here. Run it on a machine that has one.")
-    settings = Settings(1 << 22, 3) if options.quick else Settings(1 << 26, max(1, options.rounds))
-    command = " ".join(["python benchmarks/compress_gpu.py", *arguments])
-    write(measure(settings), options.output or (QUICK_RESULTS if options.quick else RESULTS), command)
+    settings = GpuSettings(1 << 22, 3) if options.quick else GpuSettings(1 << 26, max(1, options.rounds))
+    report = measure(settings)
+    text, folder = as_markdown(report, harness.command_of("compress_gpu", arguments)), harness.folder_of(options)
+    stem = harness.write("compress_gpu", [report], text, report.date, report.machine, folder, report.machine.gpu)
+    harness.show(claims(report), stem)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    harness.run(main)

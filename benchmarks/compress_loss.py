@@ -24,9 +24,9 @@ import sysconfig
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from datetime import UTC, datetime
 from pathlib import Path
 
+import harness
 import msgspec
 import torch
 from step_models import Gpt
@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stretto.bench.compress_together import Together
-from stretto.bench.machine import Machine, describe
+from stretto.bench.machine import MachineInfo, describe
+from stretto.bench.turns import now
 from stretto.compress.layout import Layout
 from stretto.parsing import parse
 
-RESULTS = Path(__file__).parent / "results"
 WORKERS, LENGTH, ROWS = 4, 64, 2
 SGD, ADAM, PLAIN = "SGD, momentum 0.9", "AdamW", "SGD"
 RATES = {SGD: 0.01, ADAM: 1e-3, PLAIN: 1e-3}  # the highest of the schedule
@@ -67,7 +67,7 @@ TARGETS = {
 }  # fmt: skip
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class LossRow(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     compress: str
     optimizer: str
@@ -78,12 +78,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     megabytes_sent: float
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    machine: Machine
+class LossReport(msgspec.Struct, frozen=True, kw_only=True):
+    machine: MachineInfo
     date: str
     command: str
     steps: int
-    rows: list[Row]
+    rows: list[LossRow]
 
 
 class Text:
@@ -105,7 +105,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
-def train(name: str, seed: int, steps: int, device: torch.device, rate: float | None) -> Row:
+def train(name: str, seed: int, steps: int, device: torch.device, rate: float | None) -> LossRow:
     compress, kind = RUNS[name]
     rate = RATES[kind] if rate is None else rate
     torch.manual_seed(seed)
@@ -125,7 +125,7 @@ def train(name: str, seed: int, steps: int, device: torch.device, rate: float | 
         optimizer.step()
         schedule.step()
     loss, seconds = validate(model, text), time.perf_counter() - begin
-    return Row(
+    return LossRow(
         run=name, compress=compress, optimizer=kind, rate=rate, seed=seed, loss=loss, seconds=seconds, megabytes_sent=sent / 1e6
     )
 
@@ -155,69 +155,56 @@ def validate(model: nn.Module, text: Text) -> float:
     return statistics.fmean(losses)
 
 
-def run_all(options: argparse.Namespace, done_so_far: Callable[[list[Row]], None]) -> None:
+def run_all(options: argparse.Namespace, done_so_far: Callable[[list[LossRow]], None]) -> None:
     """Each run in a process of its own, so many at once, seed by seed."""
 
-    def one(task: tuple[str, int]) -> Row:
+    def one(task: tuple[str, int]) -> LossRow:
         name, seed = task
         words = ["--one", name, str(seed), "--steps", str(options.steps), "--device", options.device]
         words += [] if options.rate is None else ["--rate", str(options.rate)]
         done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise SystemExit(f"{name}, seed {seed} failed:\n{done.stderr[-2000:]}")
-        row = msgspec.json.decode(done.stdout.splitlines()[-1], type=Row)
+        row = msgspec.json.decode(done.stdout.splitlines()[-1], type=LossRow)
         print(f"{name}, seed {seed}: {row.loss:.4f} in {row.seconds:.0f} s", file=sys.stderr, flush=True)
         return row
 
     names = options.runs or list(RUNS)
-    rows: list[Row] = []
+    rows: list[LossRow] = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for task in as_completed([pool.submit(one, (name, seed)) for seed in options.seeds for name in names]):
             rows.append(task.result())
             done_so_far(sorted(rows, key=lambda row: (list(RUNS).index(row.run), row.seed)))
 
 
-def write(report: Report, folder: Path) -> None:
-    machine = report.machine.gpu or f"{report.machine.processor} {report.machine.cores} cores"
-    name = "-".join("".join(c if c.isalnum() else " " for c in machine.lower()).split())
-    stem = folder / f"compress_loss_{name}_{report.date[:10]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    stem.with_suffix(".md").write_text(as_markdown(report))
+def write(report: LossReport, folder: Path) -> None:
+    harness.write("compress_loss", report, as_markdown(report), report.date, report.machine, folder, report.machine.gpu)
 
 
-def as_markdown(report: Report) -> str:
-    machine = report.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+def as_markdown(report: LossReport) -> list[str]:
     losses = {(row.run, row.seed): row.loss for row in report.rows}
     base = [loss for (name, _), loss in losses.items() if name == BASES[SGD]]
     spread = statistics.stdev(base) / statistics.fmean(base) if len(base) > 1 else 0.0
+    columns = ("loss", "over uncompressed", "smallest to largest", "target", "verdict", "MB sent")
     lines = [
-        "# Loss with compressed gradients",
-        "",
-        f"{report.date}; `{report.command}`",
-        "",
-        f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}"
-        f"{', ' + machine.gpu if machine.gpu else ''}; {versions}.",
-        "",
+        *harness.heading("Loss with compressed gradients", report.date, report.command, report.machine, report.machine.gpu),
         f"Byte-level GPT, 2.8 M parameters, {WORKERS} workers with {ROWS} x {LENGTH} bytes each, {report.steps} steps, "
         f"the rate rising for {RISE} and then falling along a cosine to 0. "
         f"Validation loss, paired over seeds: mean of loss / uncompressed loss - 1 with the same optimizer and rate (1-bit Adam: "
         f"with AdamW), and its smallest and largest. Uncompressed losses of different seeds spread by {spread:.1%} (std).",
         "",
-        "| run | `compress=` | optimizer, rate | loss | over uncompressed | smallest to largest | target | verdict | MB sent |",
-        "|---|---|---|---|---|---|---|---|---|",
+        *harness.table("run", "`compress=`", "optimizer, rate", *columns),
     ]
     for name in dict.fromkeys(row.run for row in report.rows):
         lines.append(_line(name, [row for row in report.rows if row.run == name], losses))
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def _line(name: str, rows: list[Row], losses: dict[tuple[str, int], float]) -> str:
+def _line(name: str, rows: list[LossRow], losses: dict[tuple[str, int], float]) -> str:
     base = BASES[rows[0].optimizer]
     over = [100 * (row.loss / losses[base, row.seed] - 1) for row in rows if (base, row.seed) in losses] or [float("nan")]
     mean, target = statistics.fmean(over), TARGETS.get(name)
-    verdict = "" if target is None else "met" if mean <= target else "**missed**"
+    verdict = "" if target is None else harness.verdict(mean <= target)
     shown = "" if target is None else f"{target:g} %"
     loss, sent = statistics.fmean(row.loss for row in rows), statistics.fmean(row.megabytes_sent for row in rows)
     how = f"{rows[0].optimizer}, {rows[0].rate:g}"
@@ -235,7 +222,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rate", type=float, help="another learning rate than the default of each optimizer")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="so many runs at once")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=harness.RESULTS)
     parser.add_argument("--one", nargs=2, metavar=("RUN", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -243,15 +230,14 @@ def main(arguments: list[str]) -> None:
         row = train(options.one[0], int(options.one[1]), options.steps, torch.device(options.device), options.rate)
         print(msgspec.json.encode(row).decode())
         return
-    command = " ".join(["python benchmarks/compress_loss.py", *arguments])
-    date = datetime.now(UTC).isoformat(timespec="seconds")
+    command, date = harness.command_of("compress_loss", arguments), now()
     machine = describe()
 
-    def keep(rows: list[Row]) -> None:
-        write(Report(machine=machine, date=date, command=command, steps=options.steps, rows=rows), options.output)
+    def keep(rows: list[LossRow]) -> None:
+        write(LossReport(machine=machine, date=date, command=command, steps=options.steps, rows=rows), options.output)
 
     run_all(options, keep)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    harness.run(main)

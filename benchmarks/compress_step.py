@@ -14,21 +14,20 @@ Writes `compress_step_MACHINE_DATE.json` and `.md`. Let the machine be idle.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import sys
-import tempfile
 from pathlib import Path
 
+import harness
 import msgspec
-from compress_worker import DDP, DDP_FP16, LIMIT, Report, Settings
-from step import LAB_LIMIT_S, QUICK_RESULTS, RESULTS, Ratio, check, judge, machine_name, ratio
+from compress_worker import CompressStepReport, CompressStepSettings
+from harness import Ratio, ratio
+from step_worker import DDP, DDP_FP16, LIMIT
 
-from stretto.bench.results import quartiles
+from stretto.bench.start import run_workers
 from stretto.bench.table_text import seconds, spread
-from stretto.errors import ConfigurationError, JobError, StrettoError
-from stretto.lab import Lab
+from stretto.bench.turns import quartiles
+from stretto.errors import ConfigurationError
 
 WORKER = Path(__file__).with_name("compress_worker.py")
 CODECS = {
@@ -61,19 +60,12 @@ def strategies(names: list[str], schedule: str) -> dict[str, str]:
     return out
 
 
-def run(settings: Settings) -> Report:
-    with tempfile.TemporaryDirectory(prefix="stretto-compress-") as folder:
-        answer = Path(folder) / "report.json"
-        with Lab(settings.hosts, settings.rate, environ=os.environ) as lab:
-            job = lab.start([sys.executable, str(WORKER), msgspec.json.encode(settings).decode(), str(answer)])
-            results = job.wait(LAB_LIMIT_S)
-        if job.first_failure is not None:
-            failed = results[job.first_failure]
-            raise JobError(f"host {job.first_failure} failed first (exit code {failed.returncode}):\n{failed.output[-4000:]}")
-        return msgspec.json.decode(answer.read_bytes(), type=Report)
+def run(settings: CompressStepSettings) -> CompressStepReport:
+    answer = run_workers(str(WORKER), settings, os.environ, workers=settings.hosts, lab=True, rate=settings.rate)
+    return msgspec.json.decode(answer, type=CompressStepReport)
 
 
-def rate_for(rho: float, settings: Settings) -> str:
+def rate_for(rho: float, settings: CompressStepSettings) -> str:
     """Bits per second at which DDP's bytes take `rho` times as long as a step without communication."""
     alone = run(msgspec.structs.replace(settings, strategies={}, peers=(LIMIT,), rounds=15, rate=None))
     step_s = statistics.median(alone.rows[0].seconds)
@@ -83,12 +75,12 @@ def rate_for(rho: float, settings: Settings) -> str:
     return f"{max(1, round(mbit))}mbit"
 
 
-def compare(report: Report, name: str, peer: str) -> Ratio:
+def compare(report: CompressStepReport, name: str, peer: str) -> Ratio:
     rows = {row.contender: row.seconds for row in report.rows}
     return ratio(rows[peer], rows[name])
 
 
-def claims(report: Report) -> list[str]:
+def claims(report: CompressStepReport) -> list[str]:
     lines, rounds = [], report.settings.rounds
     names = {row.contender for row in report.rows}
     if (report.settings.rho or 0) >= 10:
@@ -101,18 +93,15 @@ def claims(report: Report) -> list[str]:
     return lines
 
 
-def _claim(report: Report, name: str, peer: str, least: float, rounds: int) -> str:
+def _claim(report: CompressStepReport, name: str, peer: str, least: float, rounds: int) -> str:
     found = compare(report, name, peer)
-    verdict = judge(rounds, met=found.low >= least, missed=found.high < least)
-    return f"| {name} | x {peer}, at least | {least:g} | {found.median:.2f} ({found.low:.2f} to {found.high:.2f}) | {verdict} |"
+    return f"| {name} | x {peer}, at least | {least:g} | {found} | {found.at_least(least, rounds)} |"
 
 
-def rows_table(report: Report) -> list[str]:
+def rows_table(report: CompressStepReport) -> list[str]:
     rows = {row.contender: row for row in report.rows}
-    lines = [
-        "| contender | time per step | middle half | x DDP | x DDP fp16 hook | x uncompressed | of the limit | MB sent |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    peers = ("x DDP", "x DDP fp16 hook", "x uncompressed", "of the limit")
+    lines = harness.table("contender", "time per step", "middle half", *peers, "MB sent")
     for row in sorted(report.rows, key=lambda row: statistics.median(row.seconds)):
         times = [compare(report, row.contender, peer).median for peer in (DDP, DDP_FP16, NONE, LIMIT) if peer in rows]
         sent = "" if row.bytes_sent is None else f"{row.bytes_sent / 1e6:.3f}"
@@ -122,47 +111,28 @@ def rows_table(report: Report) -> list[str]:
     return lines
 
 
-def as_markdown(reports: list[Report], command: str) -> str:
-    first, machine = reports[0], reports[0].machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    on_gpu = first.settings.device == "cuda"
-    gpu, shared = (f", {machine.gpu}", "on the GPUs of one machine") if on_gpu else ("", "one thread each")
-    schedule = SCHEDULES[first.settings.device]
+def as_markdown(reports: list[CompressStepReport], command: str) -> list[str]:
+    first, machine, settings = reports[0], reports[0].machine, reports[0].settings
+    gpu, shared = (machine.gpu, "on the GPUs of one machine") if settings.device == "cuda" else (None, "one thread each")
     lines = [
-        "# Training step with compressed gradients",
-        "",
-        f"{first.date}; `{command}`",
-        "",
-        f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}{gpu}; {versions}.",
-        "",
-        f"Byte-level GPT, {first.num_parameters / 1e6:.1f} M parameters, batch {first.settings.rows} x {first.settings.length} "
-        f"on each of {first.settings.hosts} lab hosts, SGD, {shared}; `{schedule}` where stretto compresses. Median over "
-        f"{first.settings.rounds} rounds of the slowest rank's time; contenders take turns in each round. Ratios are of two "
+        *harness.heading("Training step with compressed gradients", first.date, command, machine, gpu),
+        f"Byte-level GPT, {first.num_parameters / 1e6:.1f} M parameters, batch {settings.rows} x {settings.length} "
+        f"on each of {settings.hosts} lab hosts, SGD, {shared}; `{SCHEDULES[settings.device]}` where stretto compresses. Median "
+        f"over {settings.rounds} rounds of the slowest rank's time; contenders take turns in each round. Ratios are of two "
         "turns of each round, with the 95 % interval of the median. Above 1: faster than that peer.",
     ]
     for report in reports:
         rows = {row.contender: statistics.median(row.seconds) for row in report.rows}
-        found = rows[DDP] / rows[LIMIT] - 1
-        where = f"links of {report.settings.rate}; DDP's communication adds {found:.1f} times the step without any"
-        title = (
-            f"## {where[0].upper()}{where[1:]}" if report.settings.rho is None else f"## rho = {report.settings.rho:g}: {where}"
-        )
-        table = claims(report)
-        head = ["| contender | claim | target | measured | verdict |", "|---|---|---|---|---|"] if table else []
-        lines += ["", title, "", *head, *table, "", *rows_table(report)]
-    return "\n".join(lines) + "\n"
-
-
-def write(reports: list[Report], folder: Path, command: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"compress_step_{machine_name(reports[0].machine)}_{reports[0].date[:10]}"
-    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=1) + b"\n")
-    stem.with_suffix(".md").write_text(as_markdown(reports, command))
-    print(stem.with_suffix(".md").read_text())
+        where = f"links of {report.settings.rate}; DDP's communication adds {rows[DDP] / rows[LIMIT] - 1:.1f} times the step "
+        title = f"L{where[1:]}" if report.settings.rho is None else f"rho = {report.settings.rho:g}: {where}"
+        judged = claims(report)
+        head = harness.table("contender", "claim", "target", "measured", "verdict") if judged else []
+        lines += ["", f"## {title}without any", "", *head, *judged, "", *rows_table(report)]
+    return lines
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description="Time training steps with compressed gradients on slow lab links.")
+    parser = harness.parser("Time training steps with compressed gradients on slow lab links.", quick="2 rounds, two codecs")
     links = parser.add_mutually_exclusive_group()
     links.add_argument("--rho", type=float, nargs="+", default=[10.0, 1.0], help="communication over computation, of DDP (10 1)")
     links.add_argument("--rate", nargs="+", help="of the links, instead of rho: 1gbit")
@@ -170,28 +140,25 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rows", type=int, help="of each worker's batch (16; on a GPU 4, of 256 bytes)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the hosts share the GPUs that there are")
-    parser.add_argument("--quick", action="store_true", help="2 rounds, two codecs; written to build/benchmarks")
-    parser.add_argument("--output", type=Path, help="folder for the two files (benchmarks/results)")
     options = parser.parse_args(arguments)
     names = ["Int8", "EF Sign"] if options.quick else options.codecs.split(",")
     unknown = [name for name in names if name not in CODECS]
     if unknown:
         raise ConfigurationError(f"--codecs {','.join(unknown)}: there is no such row. Write some of {','.join(CODECS)}.")
-    check(options.device, options.rounds)
+    harness.check(options.device, options.rounds)
     chosen, rounds = strategies(names, SCHEDULES[options.device]), 2 if options.quick else options.rounds
-    settings = Settings(strategies=chosen, rounds=rounds, rows=options.rows or 16)
+    settings = CompressStepSettings(strategies=chosen, rounds=rounds, rows=options.rows or 16)
     if options.device == "cuda":
         settings = msgspec.structs.replace(settings, device="cuda", rows=options.rows or 4, length=256, width=768, depth=8)
     rates: list[tuple[str, float | None]] = [(rate, None) for rate in options.rate or ()]
-    folder = options.output or (QUICK_RESULTS if options.quick else RESULTS)
     reports = []
     for rate, rho in rates or ((rate_for(rho, settings), rho) for rho in options.rho):
         reports.append(run(msgspec.structs.replace(settings, rate=rate, rho=rho)))
-        write(reports, folder, " ".join(["python benchmarks/compress_step.py", *arguments]))  # each rate's as soon as it is there
+        first, text = reports[0], as_markdown(reports, harness.command_of("compress_step", arguments))
+        folder = harness.folder_of(options)
+        harness.write("compress_step", reports, text, first.date, first.machine, folder, first.machine.gpu)
+        print("\n".join(text))  # each rate's as soon as it is there
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except StrettoError as problem:
-        raise SystemExit(f"compress_step.py: {problem}") from None
+    harness.run(main)

@@ -18,7 +18,7 @@ import msgspec
 from before_after import HERE, compared, crew
 from harness import command_of, folder_of, heading, parser, ratio, run, show, table, write
 
-from stretto.bench.machine import Machine, describe
+from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.turns import now
 
 AT_LEAST = 0.9  # of the speed of a job of two
@@ -28,7 +28,7 @@ CASE = "pairs, {}"
 class GroupsReport(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     date: str
-    machine: Machine
+    machine: MachineInfo
     num_bytes: int
     seconds: dict[str, list[float]]  # "two groups", "a job of 2": of the slowest worker, one for each turn
 

@@ -83,14 +83,14 @@ def next_byte(model: nn.Module, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
-def _gpt(text: str, width: int, heads: int, depth: int, batch: int, length: int) -> Workload:
+def gpt(text: str, width: int, heads: int, depth: int, batch: int, length: int) -> Workload:
     return Workload(text, lambda: Gpt(width, heads, depth, length), lambda: torch.randint(256, (batch, length)), next_byte)
 
 
 def workloads(*, large: bool = False) -> dict[str, Workload]:
     """By name. `large`: for a GPU, the GPT has more than 100 M parameters."""
-    small_gpt = _gpt("byte-level GPT, 2.8 M parameters, batch 4 x 64", 192, 6, 6, 4, 64)
-    large_gpt = _gpt("byte-level GPT, 114 M parameters, batch 4 x 256", 768, 12, 16, 4, 256)
+    small_gpt = gpt("byte-level GPT, 2.8 M parameters, batch 4 x 64", 192, 6, 6, 4, 64)
+    large_gpt = gpt("byte-level GPT, 114 M parameters, batch 4 x 256", 768, 12, 16, 4, 256)
     return {
         "linear": Workload(
             "8 x Linear(1024), batch 32",

@@ -1,11 +1,10 @@
 """One worker of `step.py`: python benchmarks/step_worker.py SETTINGS FILE, started once per rank.
 
-All contenders live in the same processes, each with its own copy of the model, and take turns:
+All contenders live in the same processes, each with its own copy of the model, and take turns (`stretto.bench.turns`):
 
-    round k: for each contender, in an order rotated by k:
-        barrier; a few steps (so many that a turn takes about `TURN_S`, the same number for all); note the time per step
+    a turn: barrier; a few steps (so many that it takes about `TURN_S`, the same number for all); note the time per step
 
-A round's time is that of the slowest rank. Rounds before the first do not count; after them all contenders must hold the same
+A turn's time is that of the slowest rank. Rounds before the first do not count; after them all contenders must hold the same
 parameters, or their speed would mean nothing.
 """
 
@@ -14,22 +13,24 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from step_models import Workload, workloads
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
 import stretto
-from stretto.bench.machine import Machine, describe
+from stretto.bench.machine import MachineInfo, describe
+from stretto.bench.turns import now, of_slowest_rank, take_turns, timed, wait_for
 from stretto.errors import JobError
 from stretto.job import Job
 
@@ -40,7 +41,7 @@ MEMORY_STEPS = 3
 TOLERANCE = 1e-4
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class StepSettings(msgspec.Struct, frozen=True, kw_only=True):
     models: list[str]
     workers: int = 4
     lab: bool = False
@@ -50,7 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     memory: bool = False
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """`seconds`: per step, of the slowest rank, one per round. `peak_bytes`: most that torch had allocated, from wrapping on."""
 
     model: str
@@ -62,30 +63,34 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     parameter_bytes: int = 0
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    settings: Settings
-    machine: Machine
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    settings: StepSettings
+    machine: MachineInfo
     date: str
-    rows: list[Row]
+    rows: list[StepRow]
 
 
-class Contender:
-    """One way to train: the model as it is called, the parameters behind it, and its optimizer."""
+LIMIT, DDP, DDP_VIEWS, DDP_FP16 = "no communication", "DDP", "DDP, views", "DDP, fp16 hook"
+S = TypeVar("S", bound=msgspec.Struct)
 
-    def __init__(self, name: str, workload: Workload, job: Job, device: torch.device) -> None:
+
+class TrainedModel:
+    """One way to train: the model as it is called, the parameters behind it, and its optimizer. By its name torch's DDP or no
+    communication at all; or with a strategy."""
+
+    def __init__(self, name: str, workload: Workload, job: Job, device: torch.device, strategy: str | None) -> None:
         torch.manual_seed(0)
         self.name = name
         self.workload = workload
         self.core = workload.model().to(device)
         self.optimizer = torch.optim.SGD(self.core.parameters(), lr=1e-3)
-        self.model = self._wrap(job)
-
-    def _wrap(self, job: Job) -> nn.Module:
-        if self.name == "stretto":
-            return stretto.distribute(self.core, self.optimizer, job=job)[0]
-        if self.name == "plain loop":
-            return self.core
-        return DistributedDataParallel(self.core, gradient_as_bucket_view=self.name == "DDP, views")
+        self.model: nn.Module = self.core
+        if strategy is not None:
+            stretto.distribute(self.core, self.optimizer, strategy, job=job)
+        elif name.startswith(DDP):
+            self.model = DistributedDataParallel(self.core, gradient_as_bucket_view=name == DDP_VIEWS)
+            if name == DDP_FP16:
+                self.model.register_comm_hook(None, fp16_compress_hook)  # type: ignore[operator]
 
     def step(self, batch: Tensor) -> None:
         self.workload.loss(self.model, batch).backward()
@@ -93,11 +98,40 @@ class Contender:
         self.optimizer.zero_grad()
 
 
+def alternate(job: Job, contenders: list[TrainedModel], batch: Tensor, rounds: int, steps: int) -> list[list[float]]:
+    """Seconds per step of each, so many steps a turn."""
+
+    def turn(contender: TrainedModel) -> float:
+        job.barrier()
+        return timed(lambda: contender.step(batch), batch.device, steps)
+
+    return of_slowest_rank(job, take_turns([partial(turn, each) for each in contenders], rounds))
+
+
+def device_of(job: Job, kind: str) -> torch.device:
+    return job.device if kind == "cuda" else torch.device("cpu")
+
+
+def take_part(arguments: list[str], kind: type[S], measure: Callable[[Job, S], object]) -> None:
+    """A worker's life: join the job, measure, and on rank 0 write the report to the file that is named last."""
+    settings = msgspec.json.decode(arguments[0], type=kind)
+    job = stretto.init()
+    if job.world_size > 1:
+        dist.init_process_group("gloo", rank=job.rank, world_size=job.world_size)
+        job.choose(1)  # measures the links, once: no part of any step, nor of a model's memory
+    report = measure(job, settings)
+    if job.rank == 0:
+        Path(arguments[1]).write_bytes(msgspec.json.encode(report))
+    if job.world_size > 1:
+        dist.destroy_process_group()
+    stretto.shutdown()
+
+
 def contender_names(workers: int) -> list[str]:
-    return ["stretto", "plain loop"] if workers == 1 else ["stretto", "DDP", "DDP, views"]
+    return ["stretto", "plain loop"] if workers == 1 else ["stretto", DDP, DDP_VIEWS]
 
 
-def measure(job: Job, settings: Settings, name: str, device: torch.device) -> list[Row]:
+def measure_model(job: Job, settings: StepSettings, name: str, device: torch.device) -> list[StepRow]:
     """All rows of one model. Every rank calls it and gets the same."""
     workload = workloads(large=device.type == "cuda")[name]
     torch.manual_seed(1 + job.rank)
@@ -109,17 +143,16 @@ def measure(job: Job, settings: Settings, name: str, device: torch.device) -> li
         made, peak = _made(contender, workload, job, batch, settings.memory)
         contenders.append(made)
         peaks.append(peak)
-    settle = _settle(device)
-    steps = _warm_up(job, contenders, batch, settle)
+    steps = _warm_up(job, contenders, batch)
     _check_equal(job, contenders)
-    times = _alternate(job, settings.rounds, contenders, batch, steps, settle)
+    times = alternate(job, contenders, batch, settings.rounds, steps)
     return [
-        Row(
+        StepRow(
             model=name,
             text=workload.text,
             contender=each.name,
             steps_per_turn=steps,
-            seconds=times[:, index].tolist(),
+            seconds=times[index],
             peak_bytes=peaks[index],
             parameter_bytes=sum(parameter.nbytes for parameter in each.core.parameters()),
         )
@@ -127,25 +160,16 @@ def measure(job: Job, settings: Settings, name: str, device: torch.device) -> li
     ]
 
 
-def _settle(device: torch.device) -> Callable[[], None]:
-    """Waiting for the GPU is part of a step's time."""
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
-
-
-def _warm_up(job: Job, contenders: list[Contender], batch: Tensor, settle: Callable[[], None]) -> int:
+def _warm_up(job: Job, contenders: list[TrainedModel], batch: Tensor) -> int:
     """Some steps of each; returns how many make a turn, the same for all contenders and ranks."""
     for contender in contenders:
         for _ in range(WARM_UP):
             contender.step(batch)
-    begin = time.perf_counter()
-    for contender in contenders:
-        contender.step(batch)
-    settle()
-    mean = (time.perf_counter() - begin) / len(contenders)
+    mean = sum(timed(partial(each.step, batch), batch.device) for each in contenders) / len(contenders)
     return int(job.gather_object(max(1, min(MOST_STEPS, math.ceil(TURN_S / mean))))[0])
 
 
-def _check_equal(job: Job, contenders: list[Contender]) -> None:
+def _check_equal(job: Job, contenders: list[TrainedModel]) -> None:
     first, *others = ([p.detach() for p in each.core.parameters()] for each in contenders)
     for each, parameters in zip(contenders[1:], others, strict=True):
         close = all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE) for a, b in zip(first, parameters, strict=True))
@@ -153,35 +177,19 @@ def _check_equal(job: Job, contenders: list[Contender]) -> None:
             raise JobError(f"after the same steps {contenders[0].name} and {each.name} hold different parameters: a bug.")
 
 
-def _alternate(
-    job: Job, rounds: int, contenders: list[Contender], batch: Tensor, steps: int, settle: Callable[[], None]
-) -> Tensor:
-    seconds = torch.zeros(rounds, len(contenders), dtype=torch.float64)
-    for number in range(rounds):
-        for offset in range(len(contenders)):
-            index = (number + offset) % len(contenders)
-            job.barrier()
-            begin = time.perf_counter()
-            for _ in range(steps):
-                contenders[index].step(batch)
-            settle()
-            seconds[number, index] = (time.perf_counter() - begin) / steps
-    return job.all_gather(seconds).amax(dim=0)
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _made(name: str, workload: Workload, job: Job, batch: Tensor, memory: bool) -> tuple[Contender, int | None]:
+def _made(name: str, workload: Workload, job: Job, batch: Tensor, memory: bool) -> tuple[TrainedModel, int | None]:
     """The contender; and the most that torch's allocator held at once in it, from its making to the end of a few steps."""
+    strategy = "Strategy()" if name == "stretto" else None
     if not memory:
-        return Contender(name, workload, job, batch.device), None
+        return TrainedModel(name, workload, job, batch.device, strategy), None
     with _peak(batch.device) as peak:
-        made = Contender(name, workload, job, batch.device)
+        made = TrainedModel(name, workload, job, batch.device, strategy)
         for _ in range(MEMORY_STEPS):
             made.step(batch)
-        if batch.is_cuda:
-            torch.cuda.synchronize(batch.device)
+        wait_for(batch.device)
     return made, peak[0]
 
 
@@ -225,26 +233,14 @@ def _silent() -> Iterator[None]:
 # -- the worker -------------------------------------------------------------------------------------------------------
 
 
-def main(arguments: list[str]) -> None:
-    settings = msgspec.json.decode(arguments[0], type=Settings)
-    job = stretto.init()
-    device = job.device if settings.device == "cuda" else torch.device("cpu")
-    if job.world_size > 1:
-        dist.init_process_group("gloo", rank=job.rank, world_size=job.world_size)
-        job.choose(1)  # measures the links, once: no part of any step, nor of a model's memory
-    rows: list[Row] = []
+def measure(job: Job, settings: StepSettings) -> StepReport:
+    rows: list[StepRow] = []
     for name in settings.models:
-        rows += measure(job, settings, name, device)
+        rows += measure_model(job, settings, name, device_of(job, settings.device))
         if job.rank == 0:
             print(f"measured {name}", file=sys.stderr, flush=True)
-    if job.rank == 0:
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        report = Report(settings=settings, machine=describe(), date=date, rows=rows)
-        Path(arguments[1]).write_bytes(msgspec.json.encode(report))
-    if job.world_size > 1:
-        dist.destroy_process_group()
-    stretto.shutdown()
+    return StepReport(settings=settings, machine=describe(), date=now(), rows=rows)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    take_part(sys.argv[1:], StepSettings, measure)

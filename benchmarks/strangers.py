@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import resource
 import socket
 import statistics
@@ -32,25 +31,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
+import harness
 import msgspec
-from strangers_worker import END, Here, put
-from strangers_worker import Report as Worker
+from harness import verdict
+from strangers_worker import END, Joined, put
+from strangers_worker import WorkerReport as Worker
 
-from stretto.bench.machine import Machine, describe
+from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.table_text import seconds
-from stretto.errors import ConfigurationError, JobError, StrettoError
+from stretto.bench.turns import now
+from stretto.errors import ConfigurationError, JobError
 from stretto.lab import Lab
 from stretto.launching import coordinator_process, launch_plan
 from stretto.launching import secret as secrets
 from stretto.launching.hosts import split_address
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER / "results"
-QUICK_RESULTS = Path("build/benchmarks")
 WIRES = ("plain", "encrypted")
 KINDS = ("idle", "announce", "announce16k", "garbage")
 CONNECTIONS, RATE = 1100, 500
@@ -103,8 +102,8 @@ class Outage(msgspec.Struct, frozen=True, kw_only=True):
         return [f"rank {rank}: {worker.error}" for rank, worker in enumerate(self.workers) if worker.error]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    machine: Machine
+class StrangersReport(msgspec.Struct, frozen=True, kw_only=True):
+    machine: MachineInfo
     date: str
     floods: list[Flood]
     outages: list[Outage]
@@ -163,7 +162,7 @@ def flood(wire: str, kind: str, workers: int, phase_s: float) -> Flood:
         crowd.enter_context(strangers(_ports(job, running), kind))
         start(workers - 1)
 
-        here = _read(folder, "here", workers, Here, running)
+        here = _read(folder, "here", workers, Joined, running)
         if here is None:
             return Flood(wire=wire, kind=kind, formed_s=None, coordinator_bytes=0, workers=[])
         put(folder / "phase", BETWEEN)
@@ -268,7 +267,7 @@ def outage(wire: str, doing: str, cut_s: float, phase_s: float) -> Outage:
             def running() -> bool:
                 return not job.over_within(0.0)
 
-            if _read(folder, "here", hosts, Here, running) is None:
+            if _read(folder, "here", hosts, Joined, running) is None:
                 raise JobError(f"no job to cut, {wire}: {[process.output for process in job.processes]}")
             _pass_phase(folder, 1, phase_s)
             lab.cut(cut)
@@ -326,21 +325,17 @@ def outage_claim(case: Outage) -> str:
     return f"| {case.wire} | {case.cut_s:g} s, {case.doing} | peers lost | none | {found} | {judged} |"
 
 
-def verdict(met: bool) -> str:
-    return "met" if met else "**missed**"
-
-
-def claims_table(report: Report) -> list[str]:
+def claims_table(report: StrangersReport) -> list[str]:
     quiet = {case.wire: case for case in report.floods if case.kind == "none"}
-    lines = ["| wire | strangers, or the cut | claim | target | measured | verdict |", "|---|---|---|---|---|---|"]
+    lines = harness.table("wire", "strangers, or the cut", "claim", "target", "measured", "verdict")
     for case in report.floods:
         if case.kind != "none":
             lines += flood_claims(case, quiet[case.wire])
     return lines + [outage_claim(case) for case in report.outages]
 
 
-def steps_table(report: Report) -> list[str]:
-    lines = ["", "| wire | strangers | steps of 16 MB | median | slowest of a hundred | slowest |", "|---|---|---|---|---|---|"]
+def steps_table(report: StrangersReport) -> list[str]:
+    lines = ["", *harness.table("wire", "strangers", "steps of 16 MB", "median", "slowest of a hundred", "slowest")]
     for case in (case for case in report.floods if case.goes_on):
         for name, phase in PHASES.items():
             times = case.steps(phase)
@@ -349,16 +344,9 @@ def steps_table(report: Report) -> list[str]:
     return lines
 
 
-def as_markdown(report: Report, command: str) -> str:
-    machine = report.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    lines = [
-        "# Strangers and outages",
-        "",
-        f"{report.date}; `{command}`",
-        "",
-        f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, {machine.system}; {versions}.",
-        "",
+def as_markdown(report: StrangersReport, command: str) -> list[str]:
+    return [
+        *harness.heading("Strangers and outages", report.date, command, report.machine),
         f"Processes have {USUAL_DESCRIPTORS} descriptors. Strangers: {CONNECTIONS} connections, {RATE} new ones a second, at "
         "the coordinator and at every worker that listens while the job forms; then nowhere, at a closed port (elsewhere), and "
         "at the coordinator and every worker (here). Memory: the most that a process had with strangers, less the most before "
@@ -368,26 +356,13 @@ def as_markdown(report: Report, command: str) -> str:
         *claims_table(report),
         *steps_table(report),
     ]
-    return "\n".join(lines) + "\n"
-
-
-def write(report: Report, folder: Path, command: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    machine = re.sub(r"[^a-z0-9]+", "-", f"{report.machine.processor} {report.machine.cores} cores".lower()).strip("-")
-    stem = folder / f"strangers_{machine}_{report.date[:10]}"
-    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    stem.with_suffix(".md").write_text(as_markdown(report, command))
-    print("\n".join(claims_table(report)))
-    print(f"written: {stem}.md and {stem}.json")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What strangers and outages cost a running job.")
+    parser = harness.parser("What strangers and outages cost a running job.", quick="short phases, one of each kind")
     parser.add_argument("-n", "--workers", type=int, default=4, help="workers that strangers crowd (4)")
     parser.add_argument("--only", choices=("flood", "outage"), help="one half of it")
     parser.add_argument("--rounds", type=int, default=1, help="outages of each kind (1)")
-    parser.add_argument("--quick", action="store_true", help="short phases, one of each kind; written to build/benchmarks")
-    parser.add_argument("--output", type=Path, help="folder for the two files (benchmarks/results)")
     return parser.parse_args(arguments)
 
 
@@ -415,14 +390,11 @@ def main(arguments: list[str]) -> None:
         for wire, doing in ((wire, doing) for wire in (*WIRES, "gloo") for doing in ("idle", "steps")):
             print(f"--- {wire}, cut for {cut_s:g} s, {doing}", flush=True)
             outages += [outage(wire, doing, cut_s, phase_s / 2) for _ in range(rounds)]
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    report = Report(machine=describe(), date=date, floods=floods, outages=outages)
-    command = " ".join(["python benchmarks/strangers.py", *arguments])
-    write(report, options.output or (QUICK_RESULTS if options.quick else RESULTS), command)
+    report = StrangersReport(machine=describe(), date=now(), floods=floods, outages=outages)
+    text = as_markdown(report, harness.command_of("strangers", arguments))
+    stem = harness.write("strangers", report, text, report.date, report.machine, harness.folder_of(options))
+    harness.show(claims_table(report), stem)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except StrettoError as problem:
-        raise SystemExit(f"strangers.py: {problem}") from None
+    harness.run(main)

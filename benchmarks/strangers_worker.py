@@ -26,13 +26,13 @@ STEP_BYTES = 16 << 20
 END = 9  # the phase that is none
 
 
-class Here(msgspec.Struct, frozen=True, kw_only=True):
+class Joined(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float  # from the start of the program's own work until all had met
     address: str
     pid: int
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[int, list[float]]  # phase -> of each step
     peak_bytes: dict[int, int]  # phase -> most resident memory
     peaks_are_of_phases: bool = True  # False: the kernel does not let us forget a peak, so each is the most since the start
@@ -44,7 +44,7 @@ def main(folder: Path, backend: str, doing: str) -> None:
     rank = int(os.environ["RANK"])
     began = time.monotonic()
     reduce, address = _join(backend)
-    put(folder / f"here{rank}", Here(seconds=time.monotonic() - began, address=address, pid=os.getpid()))
+    put(folder / f"here{rank}", Joined(seconds=time.monotonic() - began, address=address, pid=os.getpid()))
     seconds: dict[int, list[float]] = {}
     peaks: dict[int, int] = {}
     error = ""
@@ -55,7 +55,7 @@ def main(folder: Path, backend: str, doing: str) -> None:
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}"
     told_apart = _forget_peak()
-    put(folder / f"report{rank}", Report(seconds=seconds, peak_bytes=peaks, peaks_are_of_phases=told_apart, error=error))
+    put(folder / f"report{rank}", WorkerReport(seconds=seconds, peak_bytes=peaks, peaks_are_of_phases=told_apart, error=error))
     os._exit(bool(error))  # gloo may wait for long in its own end
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 from fractions import Fraction
 from pathlib import Path
 
+from closed_forms import FORMULAS, HIERARCHICAL_TEXT
+
 from stretto.collectives.catalogue import CATALOGUE, Entry
 from stretto.collectives.plan import Kind
-from stretto.plan.costs import FORMULAS, HIERARCHICAL_TEXT, plan_cost
+from stretto.plan.costs import plan_cost
 from stretto.testing.diagrams import as_svg
 
 HERE = Path(__file__).resolve().parent

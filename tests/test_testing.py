@@ -9,7 +9,7 @@ import stretto.testing
 import stretto.testing.network_model
 from stretto.errors import ConfigurationError, PeerLost
 from stretto.testing import RanksHung, ThreadsLeft, run_threads, run_virtual, wait_for
-from stretto.testing.in_process import BufferChanged
+from stretto.testing.envelopes import BufferChanged
 from stretto.testing.threads import threads_world
 from stretto.testing.virtual import VirtualWire, virtual_world
 from stretto.wire.base import Tag, Wire

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from stretto.compress.catalogue import COMPRESSIONS
+
 if TYPE_CHECKING:
     from stretto import recipes as recipes
     from stretto.aggregate.all_reduce import AllReduce as AllReduce
@@ -127,26 +129,7 @@ _HOME = {
     ),
     "stretto.collectives.group": ("Group",),
     "stretto.collectives.started": ("Started",),
-    "stretto.compress.bfloat16": ("BFloat16",),
-    "stretto.compress.by_parameter": ("ByParameter",),
-    "stretto.compress.demo": ("DeMo",),
-    "stretto.compress.dgc": ("DGC",),
-    "stretto.compress.dynamic8": ("Dynamic8",),
-    "stretto.compress.ef21": ("EF21",),
-    "stretto.compress.error_feedback": ("ErrorFeedback",),
-    "stretto.compress.float16": ("Float16",),
-    "stretto.compress.int8": ("Int8",),
-    "stretto.compress.none": ("NoCompression",),
-    "stretto.compress.one_bit": ("OneBit",),
-    "stretto.compress.one_bit_adam": ("OneBitAdam",),
-    "stretto.compress.power_sgd": ("PowerSGD",),
-    "stretto.compress.qsgd": ("QSGD",),
-    "stretto.compress.random_k": ("RandomK",),
-    "stretto.compress.sign": ("Sign",),
-    "stretto.compress.tern_grad": ("TernGrad",),
-    "stretto.compress.threshold": ("Threshold",),
-    "stretto.compress.top_k": ("TopK",),
-    "stretto.compress.warm_up": ("WarmUp",),
+    **{f"stretto.compress.{module}": (name,) for name, module in COMPRESSIONS.items()},
     "stretto.distributing": ("distribute", "join", "no_sync", "release", "synchronize", "weight"),
     "stretto.errors": (
         "BackwardFailed", "CheckpointError", "ConfigurationError", "FrameError", "JobError", "MalformedPayload",

@@ -20,27 +20,9 @@ from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.hierarchy import Hierarchy
 from stretto.aggregate.hierarchy.training import SynchronousHierarchy
-from stretto.compress.bfloat16 import BFloat16
-from stretto.compress.by_parameter import ByParameter
+from stretto.compress import catalogue
 from stretto.compress.codec import Compression
-from stretto.compress.demo import DeMo
-from stretto.compress.dgc import DGC
-from stretto.compress.dynamic8 import Dynamic8
-from stretto.compress.ef21 import EF21
-from stretto.compress.error_feedback import ErrorFeedback
-from stretto.compress.float16 import Float16
-from stretto.compress.int8 import Int8
 from stretto.compress.none import NoCompression
-from stretto.compress.one_bit import OneBit
-from stretto.compress.one_bit_adam import OneBitAdam
-from stretto.compress.power_sgd import PowerSGD
-from stretto.compress.qsgd import QSGD
-from stretto.compress.random_k import RandomK
-from stretto.compress.sign import Sign
-from stretto.compress.tern_grad import TernGrad
-from stretto.compress.threshold import Threshold
-from stretto.compress.top_k import TopK
-from stretto.compress.warm_up import WarmUp
 from stretto.engine.training import Setting, Training
 from stretto.errors import ConfigurationError
 from stretto.job import Job
@@ -51,28 +33,7 @@ from stretto.sync.synchronous import Synchronous
 ANSWERS: dict[str, tuple[type, ...]] = {
     "aggregate": (AllReduce, Hierarchy),
     "sync": (Synchronous,),
-    "compress": (
-        NoCompression,
-        Float16,
-        BFloat16,
-        Int8,
-        Dynamic8,
-        QSGD,
-        TernGrad,
-        OneBit,
-        Sign,
-        TopK,
-        RandomK,
-        Threshold,
-        DGC,
-        PowerSGD,
-        DeMo,
-        OneBitAdam,
-        ErrorFeedback,
-        EF21,
-        ByParameter,
-        WarmUp,
-    ),
+    "compress": catalogue.classes(),
     "schedule": (AfterBackward, WaitFree, Buckets),
     "shard": (Replicated,),
 }

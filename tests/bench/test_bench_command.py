@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from preloaded import Preloaded
-from stretto.bench.results import Report
+from stretto.bench.results import AllReduceReport
 from stretto.lab import lab_available
 
 LIMIT_S = 200
@@ -24,7 +24,7 @@ def stretto(preloaded: Preloaded, *arguments: str, folder: Path) -> subprocess.C
 
 
 def rows_of(path: Path) -> set[tuple[int, str, str, str]]:
-    report = msgspec.json.decode(path.read_bytes(), type=Report)
+    report = msgspec.json.decode(path.read_bytes(), type=AllReduceReport)
     assert all(len(row.seconds) == 2 and min(row.seconds) > 0 for row in report.rows)
     return {(row.size, row.contender, row.wire, row.load) for row in report.rows}
 
@@ -41,7 +41,7 @@ def test_every_contender_is_measured_at_every_size_in_workers_of_its_own(tmp_pat
     assert done.returncode == 0, done.stderr
     assert rows_of(tmp_path / "out.json") == expected([4096, 128 << 10])
     assert "x gloo" in done.stdout and "of bare TCP" in done.stdout
-    report = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=Report)
+    report = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=AllReduceReport)
     assert set(report.links) == {"plain", "encrypted"}
     assert report.settings.command == "stretto bench allreduce -n 2 " + " ".join([*SMALL, "--json", "out.json"])
 

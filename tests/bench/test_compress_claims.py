@@ -64,7 +64,7 @@ def test_a_claim_is_judged_by_encoding_and_decoding_against_a_copy(
 ) -> None:
     drift = [1.0, 5.0, 2.0, 3.0, 1.0, 4.0, 2.0, 1.0]  # of the machine: hits all calls of a round alike
     measured = row([1.0 * x for x in drift], [encode_s * x for x in drift], [decode_s * x for x in drift])
-    line = script.judged(script.Claim("Int8()", ("encode", "decode"), 0.5), measured, claimed)
+    line = script.judged(script.SpeedClaim("Int8()", ("encode", "decode"), 0.5), measured, claimed)
 
     assert line.endswith(f"| {verdict} |") and f"| {1 / (encode_s + decode_s):.2f} (" in line
 

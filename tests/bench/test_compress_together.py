@@ -7,10 +7,10 @@ import torch
 
 from stretto.bench.compress_gradients import layout_of, values_of
 from stretto.bench.compress_settings import DEFAULT_CODECS, compression_of
-from stretto.bench.compress_together import Bucket, Together
+from stretto.bench.compress_together import SharedBucket, Together
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.none import NoCompression
+from stretto.compress.random_numbers import RandomKeys
 
 CPU = torch.device("cpu")
 LAYOUT = layout_of(8193)  # two matrices of 64 x 64 with their biases would be 8320: one, and a head with a rest
@@ -20,7 +20,7 @@ def gradients(size: int) -> list[torch.Tensor]:
     return [values_of("gradient-like", LAYOUT, seed, CPU) for seed in range(size)]
 
 
-def declared(bucket: Bucket, rank: int, size: int) -> int | None:
+def declared(bucket: SharedBucket, rank: int, size: int) -> int | None:
     return bucket.compression.bytes_sent(bucket.layout, rank, size)
 
 
@@ -57,7 +57,7 @@ def test_a_worker_alone_gives_one_payload_and_gets_it_back_decoded(word: str) ->
     codec = getattr(compression, "codec", compression)
     assert isinstance(codec, Codec)
     given = gradients(1)[0]
-    blocks, draw = codec.blocks(LAYOUT), Draw.of_round(0, rank=0)
+    blocks, draw = codec.blocks(LAYOUT), RandomKeys.of_round(0, rank=0)
     payload = codec.encode(given, blocks, draw)
     got = given.clone()
     spent = Together(compression, LAYOUT, 1, CPU).round([got])

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from stretto.bench.machine import describe
-from stretto.bench.results import Report, Times, make_rows, quartiles
+from stretto.bench.results import AllReduceReport, Times, as_json, make_rows
 from stretto.bench.settings import Settings
-from stretto.bench.show import as_json, show
+from stretto.bench.show import show
 from stretto.bench.table_text import bandwidth, seconds
+from stretto.bench.turns import quartiles
 
 TIMES = [
     Times(contender="auto", wire="plain", chosen="ring", seconds=[0.5, 0.4, 0.6]),
@@ -20,10 +21,10 @@ TIMES = [
 ]
 
 
-def report(busy: bool = False) -> Report:
+def report(busy: bool = False) -> AllReduceReport:
     settings = Settings(sizes=[8000], algorithms=["auto"], workers=4, busy=busy)
     rows = make_rows(8000, "idle", 4, TIMES, stream_s=0.25)
-    return Report(settings=settings, machine=describe(), date="2026-01-01T00:00:00+00:00", links={}, rows=rows)
+    return AllReduceReport(settings=settings, machine=describe(), date="2026-01-01T00:00:00+00:00", links={}, rows=rows)
 
 
 def test_a_row_has_the_bandwidths_and_ratios_of_its_median() -> None:
@@ -60,7 +61,7 @@ def test_json_has_every_round_the_versions_and_the_machine() -> None:
     assert written["rows"][0]["seconds"] == [0.5, 0.4, 0.6]
     assert written["machine"]["processor"] and written["machine"]["cores"] >= 1
     assert {"stretto", "torch", "python", "pyzmq", "libzmq", "numba"} <= set(written["machine"]["versions"])
-    assert msgspec.json.decode(as_json(report()), type=Report) == report()
+    assert msgspec.json.decode(as_json(report()), type=AllReduceReport) == report()
 
 
 @pytest.mark.parametrize(

@@ -105,10 +105,11 @@ def test_by_default_all_claims_are_measured(script: Any) -> None:
 def report_with(script: Any, ours: list[float], ddp: list[float]) -> Any:
     taken = {"stretto": ours, "DDP": ddp, "DDP, views": ddp}
     rows = [
-        script.Row(model="small", text="", contender=name, steps_per_turn=1, seconds=seconds) for name, seconds in taken.items()
+        script.StepRow(model="small", text="", contender=name, steps_per_turn=1, seconds=seconds)
+        for name, seconds in taken.items()
     ]
-    settings = script.Settings(models=["small"], workers=4, rounds=len(ours))
-    return script.Report(settings=settings, machine=describe(), date="2026-01-01T00:00:00+00:00", rows=rows)
+    settings = script.StepSettings(models=["small"], workers=4, rounds=len(ours))
+    return script.StepReport(settings=settings, machine=describe(), date="2026-01-01T00:00:00+00:00", rows=rows)
 
 
 @pytest.mark.parametrize(
@@ -136,4 +137,4 @@ def test_the_interval_of_a_median_holds_it_as_often_as_it_says(script: Any) -> N
 def test_rows_where_we_lose_are_written_too(script: Any) -> None:
     report = report_with(script, [2.0] * 7, [1.0] * 7)
 
-    assert "| stretto | 2.00 s | 2.00 s - 2.00 s | 0.50 |" in script.as_markdown([report], "command")
+    assert "| stretto | 2.00 s | 2.00 s - 2.00 s | 0.50 |" in "\n".join(script.as_markdown([report], "command"))

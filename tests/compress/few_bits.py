@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.together import Workers
-from stretto.compress import bits
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.kernels import compiling
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import MalformedPayload
 
 LARGEST = torch.finfo(torch.float32).max
-DRAW = Draw.of_round(5, rank=1)
+DRAW = RandomKeys.of_round(5, rank=1)
 SHAPES: list[tuple[str, tuple[int, ...]]] = [
     ("matrix", (5, 2011)),  # rows longer than a byte, not a multiple of 8
     ("long", (4999,)),  # longer than what a kernel takes at once
@@ -66,11 +66,11 @@ KINDS = sorted(kinds(3))
 @contextlib.contextmanager
 def in_torch() -> Iterator[None]:
     """As on a machine without Numba: the references."""
-    with patch.object(bits, "has_numba", lambda: False):
+    with patch.object(compiling, "has_numba", lambda: False):
         yield
 
 
-def said(codec: Codec, values: Tensor, layout: Layout | None = None, draw: Draw = DRAW) -> Tensor:
+def said(codec: Codec, values: Tensor, layout: Layout | None = None, draw: RandomKeys = DRAW) -> Tensor:
     blocks = codec.blocks(layout or flat(len(values)))
     return codec.decode(codec.encode(values, blocks, draw), blocks, draw)
 
@@ -142,7 +142,7 @@ def assert_unbiased(codec: Codec, values: Tensor, variance: Tensor, draws: int =
     """The mean of many draws is within 5 standard deviations of each value, and as far off on average as it should be."""
     total, blocks = torch.zeros(len(values), dtype=torch.float64), codec.blocks(flat(len(values)))
     for number in range(draws):
-        draw = Draw.of_round(number, rank=0)
+        draw = RandomKeys.of_round(number, rank=0)
         total += codec.decode(codec.encode(values, blocks, draw), blocks, draw)
     error = total / draws - values
     sure = variance < 1e-12
@@ -156,12 +156,12 @@ def assert_unbiased(codec: Codec, values: Tensor, variance: Tensor, draws: int =
 def assert_draws_by_round(codec: Codec) -> None:
     """The same round and worker: the same bytes. Another round, another worker, another tensor: others."""
     values, blocks = gaussian(999), codec.blocks(flat(999))
-    payload = codec.encode(values, blocks, Draw.of_round(3, rank=1))
-    assert torch.equal(payload, codec.encode(values, blocks, Draw.of_round(3, rank=1)))
-    for other in (Draw.of_round(4, rank=1), Draw.of_round(3, rank=0), Draw.of_round(3, rank=1).again()):
+    payload = codec.encode(values, blocks, RandomKeys.of_round(3, rank=1))
+    assert torch.equal(payload, codec.encode(values, blocks, RandomKeys.of_round(3, rank=1)))
+    for other in (RandomKeys.of_round(4, rank=1), RandomKeys.of_round(3, rank=0), RandomKeys.of_round(3, rank=1).again()):
         assert not torch.equal(payload, codec.encode(values, blocks, other))
     elsewhere = codec.blocks(Layout.of([("v", (999,))]))
-    assert not torch.equal(payload, codec.encode(values, elsewhere, Draw.of_round(3, rank=1)))
+    assert not torch.equal(payload, codec.encode(values, elsewhere, RandomKeys.of_round(3, rank=1)))
 
 
 def assert_finite(codec: Codec, values: Tensor) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from compress.together import Workers
 from stretto.compress.bfloat16 import BFloat16
-from stretto.compress.draw import Draw, mix, mix_tensor
 from stretto.compress.ef21 import EF21
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.float16 import Float16
@@ -22,9 +21,10 @@ from stretto.compress.none import NoCompression
 from stretto.compress.one_bit_adam import OneBitAdam
 from stretto.compress.power_sgd import PowerSGD
 from stretto.compress.qsgd import QSGD
-from stretto.compress.rounds import Gather, Turn, parts
+from stretto.compress.random_numbers import RandomKeys, mix, mix_tensor
+from stretto.compress.rounds import ExchangeContext, Gather, share_out
 from stretto.compress.sign import Sign
-from stretto.compress.state import SERVER, State
+from stretto.compress.state import SERVER, CompressionState
 from stretto.compress.tern_grad import TernGrad
 from stretto.compress.threshold import Threshold
 from stretto.compress.top_k import TopK
@@ -59,7 +59,7 @@ def test_blocks_cover_every_tensor_from_its_beginning_without_gaps(sizes: list[i
 @settings(max_examples=50, deadline=None)
 def test_whole_blocks_are_shared_out_in_order_and_evenly(sizes: list[int], length: int, workers: int) -> None:
     blocks = Layout.of((str(number), (size,)) for number, size in enumerate(sizes)).cut(lambda place: length)
-    shares = parts(blocks, workers)
+    shares = share_out(blocks, workers)
     assert [share.start for share in shares[1:]] == [share.stop for share in shares[:-1]]
     assert shares[0].start == 0 and shares[-1].stop == blocks.num_elements
     assert sum(len(share.blocks) for share in shares) == len(blocks)
@@ -78,7 +78,7 @@ def test_keys_say_which_part_of_which_tensor_a_block_is_wherever_it_lies() -> No
 
 def test_draws_are_uniform_and_independent_of_buckets() -> None:
     blocks = Layout.of([("x", (100_000,)), ("y", (50_000,))]).cut(lambda place: 4096)
-    draw = Draw.of_round(3, rank=1)
+    draw = RandomKeys.of_round(3, rank=1)
     uniform = draw.uniform(blocks, draw.own)
     assert float(uniform.min()) >= 0 and float(uniform.max()) < 1
     counts = torch.histc(uniform, 20, 0, 1) / len(uniform)
@@ -89,7 +89,7 @@ def test_draws_are_uniform_and_independent_of_buckets() -> None:
 
 
 def test_rounds_and_ranks_draw_differently_and_share_what_is_shared() -> None:
-    draws = [[Draw.of_round(number, rank) for rank in range(4)] for number in range(50)]
+    draws = [[RandomKeys.of_round(number, rank) for rank in range(4)] for number in range(50)]
     assert all(len({draw.shared for draw in ranks}) == 1 for ranks in draws)
     assert len({draw.own for ranks in draws for draw in ranks}) == 200
     assert draws[0][0].again() == draws[0][3].again() != draws[1][0].again()
@@ -105,7 +105,7 @@ def test_the_hash_is_the_same_for_numbers_and_tensors(x: int) -> None:
 
 
 def test_a_proposal_becomes_the_state_or_leaves_no_trace() -> None:
-    state = State(Layout.of(SHAPES), CPU)
+    state = CompressionState(Layout.of(SHAPES), CPU)
     state.own.next_flat("residual").fill_(1.0)
     state.shared.set_next("q", "a", torch.ones(2))
     state.discard()
@@ -117,11 +117,11 @@ def test_a_proposal_becomes_the_state_or_leaves_no_trace() -> None:
 
 
 def test_state_moves_by_name_into_other_buckets() -> None:
-    one = State(Layout.of(SHAPES), CPU)
+    one = CompressionState(Layout.of(SHAPES), CPU)
     one.own.next_flat("residual").copy_(torch.arange(one.layout.num_elements))
     one.shared.set_next("q", "c", torch.ones(5))
     one.commit()
-    other = State(Layout.of(reversed(SHAPES)), CPU)
+    other = CompressionState(Layout.of(reversed(SHAPES)), CPU)
     other.own.restore(one.own.export(), frozenset(("residual",)))
     other.shared.restore(one.shared.export(), frozenset())
     exported = other.own.export()
@@ -130,7 +130,7 @@ def test_state_moves_by_name_into_other_buckets() -> None:
 
 
 def test_a_vector_of_which_a_part_is_kept_exports_zeros_for_the_rest() -> None:
-    state = State(Layout.of(SHAPES), CPU)
+    state = CompressionState(Layout.of(SHAPES), CPU)
     state.own.flat(SERVER, 10, 40)
     state.own.next_flat(SERVER).fill_(3.0)
     state.commit()
@@ -139,7 +139,7 @@ def test_a_vector_of_which_a_part_is_kept_exports_zeros_for_the_rest() -> None:
 
 
 def test_an_absent_worker_keeps_its_own_and_what_it_combines_goes_on() -> None:
-    state = State(Layout.of(SHAPES), CPU)
+    state = CompressionState(Layout.of(SHAPES), CPU)
     state.own.next_flat("residual").fill_(1.0)
     state.own.flat(SERVER, 0, 5)
     state.commit()
@@ -184,7 +184,7 @@ def test_one_worker_loses_as_much_by_ring_as_otherwise() -> None:
 
 def test_a_length_that_cannot_be_is_refused_before_memory_is_taken() -> None:
     codec, layout = Threshold(0.5), Layout.of([("x", (10,))])
-    steps = codec.exchange(torch.ones(10), Turn(layout, State(layout, CPU), rank=0, world_size=2))
+    steps = codec.exchange(torch.ones(10), ExchangeContext(layout, CompressionState(layout, CPU), rank=0, world_size=2))
     assert isinstance(next(steps), Gather)
     with pytest.raises(FrameError, match="rank 1 .* announces 1099511627776 bytes where at most 84 can come"):
         steps.send(torch.tensor([[84], [2**40]]))
@@ -209,7 +209,7 @@ def test_rounding_at_random_to_many_levels_is_a_contraction_and_may_be_fed_back(
     layout = Layout.of([("x", (4096,))])
     blocks, errors = codec.blocks(layout), []
     for number in range(20):
-        draw = Draw.of_round(number, 0)
+        draw = RandomKeys.of_round(number, 0)
         errors.append((codec.decode(codec.encode(values, blocks, draw), blocks, draw) - values).double().square().sum())
     assert 0 < float(torch.stack(errors).mean() / values.double().square().sum()) < 0.3
 
@@ -252,7 +252,7 @@ def test_a_warm_up_is_resumed_in_any_round(stop: int) -> None:
         grads = [_random(runs[0].layout.num_elements, 9 * number + rank) for rank in range(3)]
         if number == stop:
             for rank, old in enumerate(runs[1].states):
-                new = State(runs[1].layout, CPU)
+                new = CompressionState(runs[1].layout, CPU)
                 new.rounds = old.rounds
                 runs[1].compression.restore(new, old.own.export(), old.shared.export(), rank, 3)
                 runs[1].states[rank] = new
@@ -261,7 +261,7 @@ def test_a_warm_up_is_resumed_in_any_round(stop: int) -> None:
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_a_warm_up_gives_what_was_remembered_to_the_compression_of_the_next_round(rounds: int) -> None:
-    state = State(Layout.of(SHAPES), CPU)
+    state = CompressionState(Layout.of(SHAPES), CPU)
     state.rounds = rounds
     WarmUp(2, ErrorFeedback(Sign())).restore(state, {"a": {RESIDUAL: torch.ones(3, 7)}}, {}, 0, 1)
     assert bool(state.own.flat(RESIDUAL).any()) == (rounds >= 2)

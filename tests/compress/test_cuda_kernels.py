@@ -18,7 +18,6 @@ from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.codec import Codec, Compression
 from stretto.compress.demo import DeMo
 from stretto.compress.dgc import DGC
-from stretto.compress.draw import Draw
 from stretto.compress.dynamic8 import Dynamic8
 from stretto.compress.ef21 import EF21
 from stretto.compress.error_feedback import ErrorFeedback
@@ -31,8 +30,9 @@ from stretto.compress.one_bit_adam import OneBitAdam
 from stretto.compress.power_sgd import PowerSGD
 from stretto.compress.qsgd import QSGD
 from stretto.compress.random_k import RandomK
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sign import Sign
-from stretto.compress.state import State
+from stretto.compress.state import CompressionState
 from stretto.compress.tern_grad import TernGrad
 from stretto.compress.threshold import Threshold
 from stretto.compress.top_k import TopK
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device: a thousand tests of the kernels", allow_module_level=True)
 
-DRAW = Draw.of_round(3, rank=1)
+DRAW = RandomKeys.of_round(3, rank=1)
 LARGEST = torch.finfo(torch.float32).max
 
 LAYOUTS: dict[str, list[tuple[int, ...]]] = {
@@ -295,7 +295,7 @@ def test_the_largest_are_found_whatever_the_sample_says(
     values, blocks = case([(2_000_003,), (30_000,), (8_192,), (8_193,)], codec, make)
     expected = codec.encode(values, blocks, DRAW)
     for key in range(3):
-        assert torch.equal(codec.encode(values.cuda(), blocks, Draw(shared=0xFFFFFFFF - key)).cpu(), expected)
+        assert torch.equal(codec.encode(values.cuda(), blocks, RandomKeys(shared=0xFFFFFFFF - key)).cpu(), expected)
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.1], ids=["listed", "bitmapped"])
@@ -366,7 +366,7 @@ def test_two_threads_share_blocks_and_kernels() -> None:
 class GpuWorkers(Workers):
     def __init__(self, compression: Compression, named: list[tuple[str, tuple[int, ...]]], size: int) -> None:
         super().__init__(compression, named, size)
-        self.states = [State(self.layout, torch.device("cuda")) for _ in range(size)]
+        self.states = [CompressionState(self.layout, torch.device("cuda")) for _ in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -15,7 +15,7 @@ from stretto.compress.cosine import ChunkedCosine, cosine_matrix, largest_diviso
 from stretto.compress.demo import LARGEST_VALUE, MOMENTUM, DeMo, Frequencies, largest
 from stretto.compress.layout import Layout
 from stretto.compress.rounds import Gather, Steps
-from stretto.compress.state import State
+from stretto.compress.state import CompressionState
 from stretto.errors import ConfigurationError, FrameError, MalformedPayload
 
 CPU = torch.device("cpu")
@@ -326,7 +326,7 @@ def test_repr_reads_back_and_it_brings_its_momentum() -> None:
 def test_on_a_gpu_it_computes_the_same() -> None:
     compression = DeMo(k=64, chunk=8, sign=False)  # everything is sent, so that rounding chooses nothing
     here, there = (Workers(compression, SHAPES, 3) for _ in range(2))
-    there.states = [State(there.layout, torch.device("cuda")) for _ in range(3)]
+    there.states = [CompressionState(there.layout, torch.device("cuda")) for _ in range(3)]
     for number in range(6):
         grads = gradients(here, number)
         expected = here.round(grads)[0]

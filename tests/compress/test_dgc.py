@@ -15,13 +15,13 @@ from torch import Tensor
 from compress.together import Workers
 from stretto.compress.codec import Compression
 from stretto.compress.dense_momentum import DenseMomentum, clip_each
-from stretto.compress.dgc import DGC, LARGEST, Memory, accumulate, accumulate_reference
-from stretto.compress.draw import Draw
+from stretto.compress.dgc import DGC, LARGEST, Accumulators, accumulate, write_accumulated
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Layout
-from stretto.compress.rounds import Gather, Turn
-from stretto.compress.state import State
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import ExchangeContext, Gather
+from stretto.compress.state import CompressionState
 from stretto.errors import ConfigurationError, FrameError
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [("w", (40, 50)), ("empty", (0, 3)), ("v", (30, 7)), ("one", (1, 1))]
@@ -204,7 +204,7 @@ def test_clipping_is_by_tensor_and_by_worker(compression: DGC | DenseMomentum) -
 def test_clipping_of_huge_and_tiny_gradients() -> None:
     values = torch.cat([torch.full((4,), 3e38), torch.full((4,), 1e-45)])
     layout = Layout.of([("a", (4,)), ("b", (4,))])
-    clip_each(values, Turn(layout, State(layout, torch.device("cpu"))), 1.0)
+    clip_each(values, ExchangeContext(layout, CompressionState(layout, torch.device("cpu"))), 1.0)
     torch.testing.assert_close(values, torch.cat([torch.full((4,), 0.5), torch.full((4,), 1e-45)]))
 
 
@@ -253,12 +253,12 @@ def test_awkward_tensors(compression: Compression, kind: str, named: list[tuple[
 def test_kernel_and_reference_give_the_same_bits(n: int, seed: int, nesterov: bool, scale: float, momentum: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     g, u, v = ((torch.rand(n, generator=generator) * 2 - 1) * scale for _ in range(3))
-    state = State(Layout.of([("w", (n,))]), torch.device("cpu"))
+    state = CompressionState(Layout.of([("w", (n,))]), torch.device("cpu"))
     state.own.flat("velocity").copy_(u)
     state.own.flat("accumulated").copy_(v)
     by_kernel = accumulate(g, state.own, momentum, nesterov)
-    by_reference = Memory(torch.empty(n), torch.empty(n))
-    accumulate_reference(g, Memory(u, v), momentum, nesterov, by_reference)
+    by_reference = Accumulators(torch.empty(n), torch.empty(n))
+    write_accumulated.reference(g, Accumulators(u, v), momentum, nesterov, by_reference)
     assert torch.equal(by_kernel.u, by_reference.u)
     assert torch.equal(by_kernel.v, by_reference.v)
     assert not n or by_reference.v.abs().max() <= LARGEST
@@ -268,13 +268,13 @@ def test_kernel_and_reference_give_the_same_bits(n: int, seed: int, nesterov: bo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_it_does_what_it_does_on_a_cpu() -> None:
     layout = Layout.of([("w", (300, 500)), ("v", (40, 50))])
-    states = [State(layout, torch.device(device)) for device in ("cpu", "cuda")]
+    states = [CompressionState(layout, torch.device(device)) for device in ("cpu", "cuda")]
     gradients = torch.randn(3, layout.num_elements, generator=torch.Generator().manual_seed(0))
     for number, gradient in enumerate(gradients):
         out = []
         for state in states:
             values = gradient.to(state.device)
-            steps = dgc(0.01, clip=100.0).exchange(values, Turn(layout, state, Draw.of_round(number, 0)))
+            steps = dgc(0.01, clip=100.0).exchange(values, ExchangeContext(layout, state, RandomKeys.of_round(number, 0)))
             told = next(steps)
             assert isinstance(told, Gather)
             rows = steps.send(told.row[None])

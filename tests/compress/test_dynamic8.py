@@ -14,15 +14,16 @@ from torch import Tensor
 from compress.together import Workers
 from stretto.compress import dynamic8
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.dynamic8 import Dynamic8
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
+from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.state import SERVER
 from stretto.errors import ConfigurationError, MalformedPayload
 
-DRAW = Draw.of_round(3, 1)
+DRAW = RandomKeys.of_round(3, 1)
 LARGEST = torch.finfo(torch.float32).max
 SHAPES = [("matrix", (30, 40)), ("bias", (40,)), ("empty", (0, 3)), ("scalar", ()), ("kernel", (8, 4, 3, 3))]
 
@@ -63,12 +64,12 @@ def vectors(n: int) -> dict[str, Tensor]:
     }
 
 
-def round_trip(codec: Codec, values: Tensor, blocks: Blocks, draw: Draw = DRAW) -> Tensor:
+def round_trip(codec: Codec, values: Tensor, blocks: Blocks, draw: RandomKeys = DRAW) -> Tensor:
     return codec.decode(codec.encode(values, blocks, draw), blocks, draw)
 
 
 def reference(values: Tensor, blocks: Blocks) -> Tensor:
-    return torch.cat([part.view(torch.uint8) for part in dynamic8.encode_in_torch(values, blocks)])
+    return Dynamic8().encode_in_torch(values, blocks, DRAW)
 
 
 def largest_of_each(values: Tensor, blocks: Blocks) -> Tensor:
@@ -112,8 +113,7 @@ def test_the_kernel_writes_and_reads_what_the_reference_does(codec: Dynamic8, na
     payload = codec.encode(values, blocks, DRAW)
 
     assert torch.equal(payload, reference(values, blocks))
-    scales, codes = codec._parts(payload, blocks)
-    assert torch.equal(codec.decode(payload, blocks, DRAW), dynamic8.decode_in_torch(scales, codes, blocks))
+    assert torch.equal(codec.decode(payload, blocks, DRAW), codec.decode_in_torch(payload, blocks))
 
 
 @settings(max_examples=50, deadline=None)
@@ -231,7 +231,7 @@ def refused(payload: Tensor, codec: Dynamic8, blocks: Blocks) -> str | None:
     for decode in (
         lambda: codec.decode(payload, blocks, DRAW),
         lambda: codec.add_decoded(payload, blocks, DRAW, torch.zeros(blocks.num_elements)),
-        lambda: dynamic8.decode_in_torch(*codec._parts(payload, blocks), blocks),
+        lambda: codec.decode_in_torch(payload, blocks),
     ):
         try:
             result = decode()
@@ -316,7 +316,7 @@ def test_a_block_without_values_is_refused(block: object) -> None:
 def test_it_works_without_numba(codec: Dynamic8, monkeypatch: pytest.MonkeyPatch) -> None:
     values, blocks = any_floats(300, 1), cut(codec, 300)
     expected, residual, total = round_trip(codec, values, blocks), values.clone(), torch.ones(300)
-    monkeypatch.setattr(dynamic8, "has_numba", lambda: False)
+    monkeypatch.setattr(compiling, "has_numba", lambda: False)
 
     payload = codec.encode_residual(residual, blocks, DRAW)
     codec.add_decoded(payload, blocks, DRAW, total)

@@ -12,15 +12,15 @@ from torch import Tensor
 from compress.together import Workers
 from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.codec import Codec, Compression
-from stretto.compress.draw import Draw
 from stretto.compress.ef21 import EF21, ESTIMATE, MEAN, VELOCITY
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.float16 import Float16
 from stretto.compress.none import NoCompression
 from stretto.compress.qsgd import QSGD
 from stretto.compress.random_k import RandomK
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sign import Sign
-from stretto.compress.state import SERVER, State
+from stretto.compress.state import SERVER, CompressionState
 from stretto.compress.top_k import TopK
 from stretto.errors import ConfigurationError
 
@@ -71,7 +71,7 @@ def test_the_first_estimate_is_the_compressed_gradient() -> None:
     grads = gradients(workers)
     result = workers.round(grads)[0]
     blocks = codec.blocks(workers.layout)
-    said = [codec.decode(codec.encode(grad, blocks, Draw()), blocks, Draw()) for grad in grads]
+    said = [codec.decode(codec.encode(grad, blocks, RandomKeys()), blocks, RandomKeys()) for grad in grads]
     assert torch.equal(result, (said[0] + said[1]) / 2)
     assert all(torch.equal(state.own.flat(ESTIMATE), one) for state, one in zip(workers.states, said, strict=True))
 
@@ -273,7 +273,7 @@ def test_repr_parameters_and_refusals() -> None:
 def test_on_a_gpu_it_computes_the_same() -> None:
     compression = EF21(TopK(0.1), momentum=0.5)
     here, there = (Workers(compression, SHAPES, 3) for _ in range(2))
-    there.states = [State(there.layout, torch.device("cuda")) for _ in range(3)]
+    there.states = [CompressionState(there.layout, torch.device("cuda")) for _ in range(3)]
     for number in range(6):
         grads = gradients(here, number)
         expected = here.round(grads)[0]

@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.together import Workers
-from stretto.compress import int8
+from stretto.compress import bits, int8
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.int8 import Int8
 from stretto.compress.int8_hop import Int8Hop
+from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.state import SERVER
 from stretto.errors import ConfigurationError, MalformedPayload
 
-DRAW = Draw.of_round(3, 1)
+DRAW = RandomKeys.of_round(3, 1)
 LARGEST = torch.finfo(torch.float32).max
 SHAPES = [("matrix", (30, 40)), ("bias", (40,)), ("empty", (0, 3)), ("scalar", ()), ("kernel", (8, 4, 3, 3))]
 
@@ -65,13 +66,12 @@ def vectors(n: int) -> dict[str, Tensor]:
     }
 
 
-def round_trip(codec: Codec, values: Tensor, blocks: Blocks, draw: Draw = DRAW) -> Tensor:
+def round_trip(codec: Codec, values: Tensor, blocks: Blocks, draw: RandomKeys = DRAW) -> Tensor:
     return codec.decode(codec.encode(values, blocks, draw), blocks, draw)
 
 
 def reference(codec: Int8, values: Tensor, blocks: Blocks) -> Tensor:
-    uniform = DRAW.uniform(blocks, DRAW.own) if codec.stochastic else None
-    return torch.cat([part.view(torch.uint8) for part in int8.encode_in_torch(values, blocks, uniform)])
+    return codec.encode_in_torch(values, blocks, DRAW)
 
 
 def largest_of_each(values: Tensor, blocks: Blocks) -> Tensor:
@@ -91,8 +91,7 @@ def test_the_kernel_writes_and_reads_what_the_reference_does(codec: Int8, name: 
     payload = codec.encode(values, blocks, DRAW)
 
     assert torch.equal(payload, reference(codec, values, blocks))
-    scales, codes = codec._parts(payload, blocks)
-    assert torch.equal(codec.decode(payload, blocks, DRAW), int8.decode_in_torch(scales, codes, blocks))
+    assert torch.equal(codec.decode(payload, blocks, DRAW), codec.decode_in_torch(payload, blocks))
 
 
 @codecs
@@ -138,7 +137,7 @@ def test_encoding_what_was_decoded_gives_the_same_bytes_for_any_floats(
 def test_no_value_is_further_off_than_half_a_step(name: str) -> None:
     values, blocks = vectors(1000)[name], cut(Int8(), 1000)
     payload = Int8().encode(values, blocks, DRAW)
-    scales, _ = Int8()._parts(payload, blocks)
+    scales = bits.opened(payload, blocks, 8, 1).scales
     error = (values.double() - Int8().decode(payload, blocks, DRAW).double()).abs()
     largest, scale = largest_of_each(values, blocks).double(), scales[blocks.numbers()].double()
 
@@ -177,7 +176,7 @@ def test_length_is_one_byte_each_and_four_per_block(codec: Int8) -> None:
 
 def test_at_random_the_mean_is_right() -> None:
     codec, values = Int8(block=50, stochastic=True), torch.linspace(-1, 1, 100) ** 3
-    blocks, draws = cut(codec, 100), [Draw.of_round(number, 0) for number in range(600)]
+    blocks, draws = cut(codec, 100), [RandomKeys.of_round(number, 0) for number in range(600)]
     mean = torch.stack([round_trip(codec, values, blocks, draw) for draw in draws]).double().mean(0)
     off = mean - values.double()
 
@@ -191,9 +190,9 @@ def test_at_random_the_mean_is_right() -> None:
 def test_draws_differ_by_round_and_worker_and_repeat_for_the_same() -> None:
     codec, values = Int8(stochastic=True), torch.full((4096,), 0.5 / 127).index_fill(0, torch.arange(0, 4096, 256), 1.0)
     blocks = cut(codec, 4096)
-    rounds = [codec.encode(values, blocks, Draw.of_round(number, rank)) for number, rank in [(0, 0), (1, 0), (0, 1)]]
+    rounds = [codec.encode(values, blocks, RandomKeys.of_round(number, rank)) for number, rank in [(0, 0), (1, 0), (0, 1)]]
 
-    assert torch.equal(rounds[0], codec.encode(values, blocks, Draw.of_round(0, 0)))
+    assert torch.equal(rounds[0], codec.encode(values, blocks, RandomKeys.of_round(0, 0)))
     for one, other in [(0, 1), (0, 2), (1, 2)]:
         assert 0.4 < (rounds[one] != rounds[other])[64:].float().mean() < 0.6
 
@@ -215,7 +214,7 @@ def refused(payload: Tensor, codec: Int8, blocks: Blocks) -> str | None:
     for decode in (
         lambda: codec.decode(payload, blocks, DRAW),
         lambda: codec.add_decoded(payload, blocks, DRAW, torch.zeros(blocks.num_elements)),
-        lambda: int8.decode_in_torch(*codec._parts(payload, blocks), blocks),
+        lambda: codec.decode_in_torch(payload, blocks),
     ):
         try:
             result = decode()
@@ -270,8 +269,8 @@ def test_what_no_encoder_writes_is_refused(scale: float, codes: tuple[int, int],
 
 
 def test_the_largest_scale_and_the_smallest_are_read() -> None:
-    for bits in (int8.LARGEST_SCALE, int8.SMALLEST_SCALE):
-        payload = torch.tensor(list(struct.pack("<Ib", bits, -127)), dtype=torch.uint8)
+    for scale in (int8.LARGEST_SCALE, int8.SMALLEST_SCALE):
+        payload = torch.tensor(list(struct.pack("<Ib", scale, -127)), dtype=torch.uint8)
         assert refused(payload, Int8(), cut(Int8(), 1)) is None
         assert Int8().encode(Int8().decode(payload, cut(Int8(), 1), DRAW), cut(Int8(), 1), DRAW).tolist() == payload.tolist()
 
@@ -334,7 +333,7 @@ def test_what_is_neither_true_nor_false_is_refused(stochastic: object) -> None:
 def test_it_works_without_numba(codec: Int8, monkeypatch: pytest.MonkeyPatch) -> None:
     values, blocks = any_floats(300, 1), cut(codec, 300)
     expected, residual, total = round_trip(codec, values, blocks), values.clone(), torch.ones(300)
-    monkeypatch.setattr(int8, "has_numba", lambda: False)
+    monkeypatch.setattr(compiling, "has_numba", lambda: False)
 
     payload = codec.encode_residual(residual, blocks, DRAW)
     codec.add_decoded(payload, blocks, DRAW, total)

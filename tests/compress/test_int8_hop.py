@@ -17,11 +17,12 @@ from stretto.collectives.message_codec import MessageCodec
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Request
 from stretto.compress import int8_hop
-from stretto.compress.draw import Draw
 from stretto.compress.int8 import Int8
 from stretto.compress.int8_hop import Int8Hop
+from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import MalformedPayload
 
 Floats = NDArray[np.float32]
@@ -112,7 +113,7 @@ def test_add_adds_what_copy_copies_also_from_memory_that_is_read_only_or_odd(uni
 def test_one_tensor_alone_has_the_codes_of_the_codec() -> None:
     values, codec = gaussian(600), Int8(block=256)
     blocks = codec.blocks(Layout.of([("tensor", (600,))]))
-    said = codec.decode(codec.encode(torch.from_numpy(values), blocks, Draw()), blocks, Draw())
+    said = codec.decode(codec.encode(torch.from_numpy(values), blocks, RandomKeys()), blocks, RandomKeys())
     hop = codec.hop()
     assert hop is not None
 
@@ -177,7 +178,7 @@ def test_the_wrong_length_is_refused(payload: bytes) -> None:
 def test_what_no_encoder_writes_is_refused(
     scale: float, codes: tuple[int, int], reason: str, numba: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int8_hop, "has_numba", lambda: numba and has_numba())
+    monkeypatch.setattr(compiling, "has_numba", lambda: numba and has_numba())
     payload = np.frombuffer(struct.pack("<f2bf2b", 1.0, 127, 1, scale, *codes), np.uint8)
 
     for decode in (Int8Hop(2).add, Int8Hop(2).copy):
@@ -207,7 +208,7 @@ def test_it_is_a_hop_that_ranks_can_compare() -> None:
 def test_it_works_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     hop, values = Int8Hop(16), any_bits(300, 1)
     payload, said = encoded(hop, values), decoded(hop, encoded(hop, values), 300)
-    monkeypatch.setattr(int8_hop, "has_numba", lambda: False)
+    monkeypatch.setattr(compiling, "has_numba", lambda: False)
     settled, total = values.copy(), np.ones(300, np.float32)
 
     hop.settle(settled)

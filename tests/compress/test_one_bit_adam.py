@@ -21,7 +21,7 @@ from stretto.compress.one_bit_adam import OneBitAdam
 from stretto.compress.qsgd import QSGD
 from stretto.compress.random_k import RandomK
 from stretto.compress.sign import Sign
-from stretto.compress.state import SERVER, State
+from stretto.compress.state import SERVER, CompressionState
 from stretto.compress.top_k import TopK
 from stretto.errors import ConfigurationError
 
@@ -302,7 +302,7 @@ def test_repr_parameters_and_refusals() -> None:
 def test_on_a_gpu_it_computes_the_same() -> None:
     compression = OneBitAdam(warm_up=3, codec=SIGN)
     here, there = (Workers(compression, SHAPES, 3) for _ in range(2))
-    there.states = [State(there.layout, torch.device("cuda")) for _ in range(3)]
+    there.states = [CompressionState(there.layout, torch.device("cuda")) for _ in range(3)]
     for number in range(6):
         grads = gradients(here, number)
         expected = here.round(grads)[0]

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.together import Workers
-from stretto.compress import power_sgd
 from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Layout
 from stretto.compress.matrices import Matrices, Matrix, first_q
 from stretto.compress.none import NoCompression
-from stretto.compress.power_sgd import PowerSGD, multiply, multiply_reference, times_left, times_right
-from stretto.compress.rounds import Sum, Turn
-from stretto.compress.state import State
+from stretto.compress.power_sgd import PowerSGD, multiply, times_left, times_right
+from stretto.compress.rounds import ExchangeContext, Sum
+from stretto.compress.state import CompressionState
 from stretto.errors import ConfigurationError
 
 Named = list[tuple[str, tuple[int, ...]]]
@@ -251,7 +251,7 @@ def test_kernel_and_reference_give_the_same_bits(sides: list[tuple[int, int]], r
     right = torch.randn(sum(rank * m.b for m in matrices.each), generator=generator)
     by_kernel, by_reference = torch.empty(layout.num_elements), torch.empty(layout.num_elements)
     multiply(left, right, matrices, by_kernel)
-    multiply_reference(left, right, matrices, by_reference)
+    multiply.reference(left, right, matrices, by_reference)
     assert torch.equal(by_kernel, by_reference)
     for m, p, q in matrices.factors(left, right):
         torch.testing.assert_close(m.of(by_kernel), p.t() @ q, rtol=1e-4, atol=1e-4)
@@ -269,7 +269,7 @@ REPEATED: dict[str, tuple[list[tuple[int, int]], list[int]]] = {  # and how many
 
 @pytest.mark.parametrize("name", REPEATED)
 def test_equal_matrices_at_equal_distances_are_multiplied_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(power_sgd, "has_numba", lambda: False)
+    monkeypatch.setattr(compiling, "has_numba", lambda: False)
     sides, together = REPEATED[name]
     layout = Layout.of([(str(number), side) for number, side in enumerate(sides)])
     matrices = Matrices(Matrix(p.name, p.start, min(3, *p.shape), *p.shape) for p in layout.places)
@@ -291,12 +291,12 @@ def test_equal_matrices_at_equal_distances_are_multiplied_together(name: str, mo
 def test_a_round_on_a_gpu_does_not_wait_for_it() -> None:
     """Not in the second round: in the first what is kept is made, and kernels are compiled."""
     layout = Layout.of([(str(number), side) for number, side in enumerate([*(3 * BLOCK), (5000, 8)])])
-    state, kept = State(layout, torch.device("cuda")), {}  # type: ignore[var-annotated]
+    state, kept = CompressionState(layout, torch.device("cuda")), {}  # type: ignore[var-annotated]
     for mode in ("default", "error"):
         values = torch.randn(layout.num_elements, device="cuda")
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            steps = PowerSGD(rank=3, min_rate=0).exchange(values, Turn(layout, state, kept=kept))
+            steps = PowerSGD(rank=3, min_rate=0).exchange(values, ExchangeContext(layout, state, kept=kept))
             asked = next(steps)
             while isinstance(asked, Sum):
                 asked = steps.send(asked.tensor)
@@ -312,14 +312,14 @@ def test_a_round_on_a_gpu_does_not_wait_for_it() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_it_does_what_it_does_on_a_cpu() -> None:
     layout = Layout.of([("w", (30, 50)), ("empty", (0, 3)), ("conv", (16, 4, 3, 3)), ("zero", (20, 20))])
-    states = [State(layout, torch.device(device)) for device in ("cpu", "cuda")]
+    states = [CompressionState(layout, torch.device(device)) for device in ("cpu", "cuda")]
     gradients = torch.randn(3, layout.num_elements, generator=torch.Generator().manual_seed(0))
     gradients[:2, -400:] = 0.0
     for gradient in gradients:
         out = []
         for state in states:
             values = gradient.to(state.device)
-            steps = PowerSGD(rank=3, min_rate=0).exchange(values, Turn(layout, state))
+            steps = PowerSGD(rank=3, min_rate=0).exchange(values, ExchangeContext(layout, state))
             asked = next(steps)
             assert isinstance(asked, Sum)
             asked = steps.send(asked.tensor)

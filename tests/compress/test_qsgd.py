@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from compress import few_bits as laws
 from compress.few_bits import DRAW, KINDS, flat, gaussian, kinds, said
 from compress.together import Workers
-from stretto.compress.draw import Draw
 from stretto.compress.ef21 import EF21
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.layout import Layout
 from stretto.compress.qsgd import QSGD, Norm
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import ConfigurationError
 
 NORMS: tuple[Norm, ...] = get_args(Norm)
@@ -101,7 +101,7 @@ def test_unbiased(bits: int, norm: Norm) -> None:
 @pytest.mark.parametrize("codec", FEW, ids=repr)
 def test_variance(codec: QSGD, kind: str) -> None:
     values = kinds(500)[kind]
-    errors = [(said(codec, values, draw=Draw.of_round(t, 0)) - values).double().square().sum() for t in range(50)]
+    errors = [(said(codec, values, draw=RandomKeys.of_round(t, 0)) - values).double().square().sum() for t in range(50)]
     levels, numel = 2 ** (codec.bits - 1) - 1, min(codec.bucket, 500)
     omega = min(numel / (4 * levels**2), numel**0.5 / levels)
 
@@ -168,7 +168,7 @@ def test_with_few_bits_it_is_no_contraction() -> None:
     residual = torch.zeros(512)
     for number in range(50):
         residual += gaussian(512, number)
-        residual -= said(QSGD(4, norm="l2"), residual, draw=Draw.of_round(number, 0))
+        residual -= said(QSGD(4, norm="l2"), residual, draw=RandomKeys.of_round(number, 0))
     assert residual.norm() > 100 * 512**0.5  # a hundred gradients long
 
 
@@ -178,7 +178,7 @@ def _ratio_at_worst(codec: QSGD, rounds: int = 50) -> float:
     a = (numel - 1) / levels**2
     values = torch.full((numel,), ((1 + a) ** 0.5 - 1) / a / levels)
     values[0] = 1.0
-    errors = [(said(codec, values, draw=Draw.of_round(t, 0)) - values).double().square().sum() for t in range(rounds)]
+    errors = [(said(codec, values, draw=RandomKeys.of_round(t, 0)) - values).double().square().sum() for t in range(rounds)]
     return float(torch.stack(errors).mean() / values.double().square().sum())
 
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.together import Workers
-from stretto.compress import sparse_format
-from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
+from stretto.compress.kernels import compiling
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.random_k import RandomK, places, places_reference
+from stretto.compress.random_k import RandomK, draw_places, places
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sparse_format import counts_of
 from stretto.errors import ConfigurationError, MalformedPayload
 
-DRAW, CPU = Draw.of_round(3, 1), torch.device("cpu")
+DRAW, CPU = RandomKeys.of_round(3, 1), torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
 FIRST_OF_1000 = [263, 312, 101, 637, 945]
 SHAPES = [("matrix", (30, 40)), ("bias", (40,)), ("empty", (0, 3)), ("scalar", ()), ("kernel", (8, 4, 3, 3))]
@@ -43,18 +43,18 @@ def vectors(n: int) -> dict[str, Tensor]:
     }
 
 
-def sent(codec: RandomK, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+def sent(codec: RandomK, values: Tensor, blocks: Blocks, draw: RandomKeys) -> Tensor:
     return codec.decode(codec.encode(values, blocks, draw), blocks, draw)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 400), max_size=5), st.sampled_from([0.001, 0.1, 0.5, 1.0]), st.integers(0, 2**32 - 1))
 def test_places_are_distinct_and_in_their_block_and_kernels_draw_the_same(sizes: list[int], fraction: float, key: int) -> None:
-    blocks, draw = whole(*sizes), Draw(shared=key, own=5)
+    blocks, draw = whole(*sizes), RandomKeys(shared=key, own=5)
     counts = counts_of(fraction, blocks)
     drawn = places(blocks, counts, draw, CPU)
 
-    assert torch.equal(drawn, places_reference(blocks, counts, draw, CPU))
+    assert torch.equal(drawn, draw_places.reference(blocks, counts, draw, CPU))
     assert len(set(drawn.tolist())) == len(drawn)
     owners = torch.searchsorted(blocks.bounds, drawn, right=True) - 1
     assert torch.equal(owners, torch.repeat_interleave(torch.arange(len(blocks)), counts))
@@ -62,14 +62,14 @@ def test_places_are_distinct_and_in_their_block_and_kernels_draw_the_same(sizes:
 
 def test_the_draw_is_the_same_on_every_platform() -> None:
     """Numbers that must never change: workers of different versions and machines have to agree."""
-    assert places_reference(whole(1000), torch.tensor([5]), Draw(shared=7), CPU).tolist() == FIRST_OF_1000
-    assert places(whole(1000), torch.tensor([5]), Draw(shared=7), CPU).tolist() == FIRST_OF_1000
+    assert draw_places.reference(whole(1000), torch.tensor([5]), RandomKeys(shared=7), CPU).tolist() == FIRST_OF_1000
+    assert places(whole(1000), torch.tensor([5]), RandomKeys(shared=7), CPU).tolist() == FIRST_OF_1000
 
 
 def test_a_large_tensor_is_drawn_the_same_by_both() -> None:
     blocks = whole(3_000_000, 2**31 - 1)
     counts = torch.tensor([3000, 3000])
-    assert torch.equal(places(blocks, counts, DRAW, CPU), places_reference(blocks, counts, DRAW, CPU))
+    assert torch.equal(places(blocks, counts, DRAW, CPU), draw_places.reference(blocks, counts, DRAW, CPU))
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (3, 1), (5, 2), (11, 3), (13, 12), (97, 5), (100, 50)])
@@ -80,7 +80,7 @@ def test_every_element_has_the_same_chance(n: int, k: int) -> None:
     times, neighbours = torch.zeros(n), torch.zeros(n)
     for number in range(rounds):
         chosen = torch.zeros(n)
-        chosen[places(blocks, counts, Draw.of_round(number, 0), CPU)] = 1.0
+        chosen[places(blocks, counts, RandomKeys.of_round(number, 0), CPU)] = 1.0
         times += chosen
         neighbours += chosen * chosen.roll(1)
 
@@ -94,7 +94,7 @@ def test_every_element_has_the_same_chance(n: int, k: int) -> None:
 
 def test_rounds_and_tensors_draw_differently_and_workers_alike() -> None:
     def drawn(blocks: Blocks, number: int, rank: int) -> list[int]:
-        return places(blocks, torch.tensor([20]), Draw.of_round(number, rank), CPU).tolist()
+        return places(blocks, torch.tensor([20]), RandomKeys.of_round(number, rank), CPU).tolist()
 
     a, b = Layout.of([("a", (1000,))]).whole(), Layout.of([("b", (1000,))]).whole()
     assert drawn(a, 1, 0) == drawn(a, 1, 5)
@@ -107,7 +107,7 @@ def test_values_are_sent_in_order_of_the_draw(scaled: bool) -> None:
     codec, blocks, values = RandomK(0.1, scaled), whole(100, 7), gaussian(107)
     payload = codec.encode(values, blocks, DRAW)
 
-    drawn = places_reference(blocks, torch.tensor([10, 1]), DRAW, CPU)
+    drawn = draw_places.reference(blocks, torch.tensor([10, 1]), DRAW, CPU)
     factors = torch.tensor([10.0] * 10 + [7.0]) if scaled else torch.ones(11)
     assert len(payload) == codec.num_bytes(blocks) == 4 * 11
     assert torch.equal(payload.view(torch.float32), values[drawn] * factors)
@@ -140,7 +140,7 @@ def test_payloads_add_up() -> None:
 def test_scaled_is_unbiased_with_the_promised_variance() -> None:
     codec, n, rounds = RandomK(0.1, scaled=True), 200, 600
     for name, values in vectors(n).items():
-        draws = torch.stack([sent(codec, values, whole(n), Draw.of_round(number, 0)) for number in range(rounds)]).double()
+        draws = torch.stack([sent(codec, values, whole(n), RandomKeys.of_round(number, 0)) for number in range(rounds)]).double()
         deviation = values.abs() * 3.0 / math.sqrt(rounds)  # sqrt(n/k - 1) |x_i| for one draw
         assert bool(((draws.mean(0) - values).abs() <= 5 * deviation + 1e-6).all()), name
         error = (draws - values).square().sum(1).mean() / values.double().square().sum()
@@ -151,7 +151,7 @@ def test_scaled_is_unbiased_with_the_promised_variance() -> None:
 def test_unscaled_is_a_contraction_in_expectation() -> None:
     codec, n, rounds = RandomK(0.25), 200, 600
     for name, values in vectors(n).items():
-        draws = torch.stack([sent(codec, values, whole(n), Draw.of_round(number, 0)) for number in range(rounds)])
+        draws = torch.stack([sent(codec, values, whole(n), RandomKeys.of_round(number, 0)) for number in range(rounds)])
         errors = (draws - values).double().square().sum(1) / values.double().square().sum()
         assert float(errors.max()) <= 1.0 + 1e-9, name
         assert float(errors.mean()) == pytest.approx(0.75, abs=5 * math.sqrt(0.25 * 0.75 / rounds)), name
@@ -191,7 +191,7 @@ def test_awkward_tensors_stay_finite() -> None:
     assert torch.equal(sent(RandomK(1.0, scaled=True), gaussian(77), whole(77), DRAW), gaussian(77))
     assert len(RandomK(0.1).encode(torch.zeros(0), whole(), DRAW)) == 0
     assert sent(RandomK(0.1), torch.zeros(0), whole(), DRAW).shape == (0,)
-    assert len(places_reference(whole(), torch.zeros(0, dtype=torch.int64), DRAW, CPU)) == 0
+    assert len(draw_places.reference(whole(), torch.zeros(0, dtype=torch.int64), DRAW, CPU)) == 0
 
 
 @settings(max_examples=40, deadline=None)
@@ -225,7 +225,7 @@ def test_without_numba_everything_is_the_same(monkeypatch: pytest.MonkeyPatch) -
         return [codec.encode(values, blocks, DRAW), payload, rest, total, codec.decode(payload, blocks, DRAW)]
 
     fast = everything()
-    monkeypatch.setattr(sparse_format, "has_numba", lambda: False)
+    monkeypatch.setattr(compiling, "has_numba", lambda: False)
     assert all(torch.equal(a, b) for a, b in zip(fast, everything(), strict=True))
 
 

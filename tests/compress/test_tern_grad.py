@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from compress import few_bits as laws
 from compress.few_bits import DRAW, KINDS, flat, gaussian, kinds, said
-from stretto.compress.draw import Draw
 from stretto.compress.ef21 import EF21
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.layout import Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.tern_grad import TernGrad
 from stretto.errors import ConfigurationError
 
@@ -89,7 +89,7 @@ def test_unbiased_without_clipping() -> None:
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"denormal", "largest", "all largest"}))  # squares in range
 def test_variance(kind: str) -> None:
     values, codec = kinds(256)[kind], TernGrad(clip=None)
-    errors = [(said(codec, values, draw=Draw.of_round(t, 0)) - values).double().square().sum() for t in range(50)]
+    errors = [(said(codec, values, draw=RandomKeys.of_round(t, 0)) - values).double().square().sum() for t in range(50)]
     square = values.double().square().sum()
     expected = float(values.abs().max()) * values.double().abs().sum() - square
 
@@ -132,7 +132,7 @@ def test_what_would_be_left_over_grows() -> None:
     codec, residual = TernGrad(clip=None), torch.zeros(4096)
     for number in range(50):
         residual += gaussian(4096, number)
-        residual -= said(codec, residual, draw=Draw.of_round(number, 0))
+        residual -= said(codec, residual, draw=RandomKeys.of_round(number, 0))
 
     assert residual.norm() > 10 * 4096**0.5  # ten gradients long
 

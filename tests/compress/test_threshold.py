@@ -13,13 +13,14 @@ from torch import Tensor
 
 from compress.together import Workers
 from stretto.compress import sparse_format
-from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
+from stretto.compress.kernels import compiling
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.threshold import Threshold, at_least, at_least_reference
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.threshold import Threshold, at_least
 from stretto.errors import ConfigurationError, FrameError, MalformedPayload
 
-DRAW = Draw.of_round(3, 1)
+DRAW = RandomKeys.of_round(3, 1)
 LARGEST, TINIEST = torch.finfo(torch.float32).max, 2.0**-149
 SHAPES = [("matrix", (30, 40)), ("bias", (40,)), ("empty", (0, 3)), ("scalar", ()), ("kernel", (8, 4, 3, 3))]
 
@@ -60,9 +61,9 @@ def test_everything_that_reaches_it_is_sent_exactly(sizes: list[int], value: flo
     total = torch.ones(sum(sizes))
     codec.add_decoded(payload, blocks, DRAW, total)
     assert torch.equal(total, 1 + sent)
-    chosen, form = at_least_reference(values, bits(value), blocks)
+    chosen, form = at_least.reference(values, bits(value), blocks)
     assert torch.equal(at_least(values, bits(value), blocks)[0].places, chosen.places)
-    assert torch.equal(payload, sparse_format.write_reference(chosen, form))
+    assert torch.equal(payload, sparse_format.write.reference(chosen, form))
 
 
 def test_awkward_tensors() -> None:
@@ -85,7 +86,7 @@ def test_no_blocks_make_no_bytes() -> None:
 
     assert len(payload) == Threshold(1.0).max_bytes(whole()) == 0
     assert Threshold(1.0).decode(payload, whole(), DRAW).shape == (0,)
-    assert len(at_least_reference(torch.zeros(0), 1, whole())[0].places) == 0
+    assert len(at_least.reference(torch.zeros(0), 1, whole())[0].places) == 0
 
 
 def test_tensors_do_not_depend_on_their_neighbours() -> None:
@@ -208,7 +209,7 @@ def test_without_numba_everything_is_the_same(monkeypatch: pytest.MonkeyPatch) -
         return [codec.encode(values, blocks, DRAW), payload, rest, total, codec.decode(payload, blocks, DRAW)]
 
     fast = everything()
-    monkeypatch.setattr(sparse_format, "has_numba", lambda: False)
+    monkeypatch.setattr(compiling, "has_numba", lambda: False)
     assert all(torch.equal(a, b) for a, b in zip(fast, everything(), strict=True))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,15 +15,16 @@ from torch import Tensor
 from compress.together import Workers
 from stretto.compress import sparse_format
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
+from stretto.compress.kernels import compiling
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sparse_format import Chosen, Form
-from stretto.compress.top_k import TopK, largest, largest_reference
+from stretto.compress.top_k import TopK, largest
 from stretto.errors import ConfigurationError, MalformedPayload
 
-DRAW = Draw.of_round(3, 1)
+DRAW = RandomKeys.of_round(3, 1)
 LARGEST = torch.finfo(torch.float32).max
 SHAPES = [("matrix", (30, 40)), ("bias", (40,)), ("empty", (0, 3)), ("scalar", ()), ("kernel", (8, 4, 3, 3))]
 needs_numba = pytest.mark.skipif(not has_numba(), reason="Numba is not installed")
@@ -66,7 +68,7 @@ def test_the_largest_are_chosen_and_of_equals_the_first(n: int, fraction: float)
     form = TopK(fraction).form(whole(n))
     for name, values in vectors(n).items():
         expected = chosen_by_sorting(values, form.num_chosen)
-        assert torch.equal(largest_reference(values, form).places, expected), name
+        assert torch.equal(largest.reference(values, form).places, expected), name
         assert torch.equal(largest(values, form).places, expected), name
 
 
@@ -76,7 +78,7 @@ def test_any_values_are_chosen_as_by_sorting(numbers: list[float], fraction: flo
     values = torch.tensor(numbers)
     form = TopK(fraction).form(whole(len(numbers)))
 
-    assert torch.equal(largest_reference(values, form).places, chosen_by_sorting(values, form.num_chosen))
+    assert torch.equal(largest.reference(values, form).places, chosen_by_sorting(values, form.num_chosen))
     assert torch.equal(largest(values, form).places, chosen_by_sorting(values, form.num_chosen))
 
 
@@ -119,8 +121,8 @@ def test_payloads_have_the_promised_length_and_kernels_write_the_same(sizes: lis
         == codec.num_bytes(blocks)
         == sum(min(4 + 8 * k, -(-n // 8) + 4 * k) for n, k in zip(sizes, counts, strict=True))
     )
-    assert torch.equal(payload, sparse_format.write_reference(largest_reference(values, form), form))
-    fast, plain = sparse_format.read(payload, form), sparse_format.read_reference(payload, form)
+    assert torch.equal(payload, sparse_format.write.reference(largest.reference(values, form), form))
+    fast, plain = sparse_format.read(payload, form), sparse_format.read.reference(payload, form)
     assert torch.equal(fast.places, plain.places) and torch.equal(fast.values, plain.values)
 
 
@@ -248,12 +250,12 @@ def test_what_no_encoder_writes_is_refused(name: str) -> None:
     assert torch.equal(total, torch.ones(blocks.num_elements))
     if len(payload) == codec.num_bytes(blocks):
         with pytest.raises(MalformedPayload):
-            sparse_format.read_reference(payload, codec.form(blocks))
+            sparse_format.read.reference(payload, codec.form(blocks))
 
 
-def outcome(read: str, payload: Tensor, form: Form) -> tuple[list[int], list[float]] | str:
+def outcome(read: Callable[[Tensor, Form], Chosen], payload: Tensor, form: Form) -> tuple[list[int], list[float]] | str:
     try:
-        chosen = getattr(sparse_format, read)(payload, form)
+        chosen = read(payload, form)
     except MalformedPayload:
         return "refused"
     return chosen.places.tolist(), chosen.values.tolist()
@@ -283,7 +285,7 @@ def test_any_bytes_decode_to_finite_values_or_are_refused(data: st.DataObject) -
         assert torch.equal(codec.decode(again, blocks, DRAW), decoded)
     if len(payload) == length:
         form = TopK(0.03).form(blocks)
-        assert outcome("read", payload, form) == outcome("read_reference", payload, form)
+        assert outcome(sparse_format.read, payload, form) == outcome(sparse_format.read.reference, payload, form)
 
 
 def test_no_blocks_make_no_bytes() -> None:
@@ -292,10 +294,10 @@ def test_no_blocks_make_no_bytes() -> None:
 
     assert len(payload) == TopK(0.1).num_bytes(blocks) == 0
     assert TopK(0.1).decode(payload, blocks, DRAW).shape == (0,)
-    assert sparse_format.write_reference(
+    assert sparse_format.write.reference(
         Chosen(torch.zeros(0, dtype=torch.int64), torch.zeros(0)), TopK(0.1).form(blocks)
     ).shape == (0,)
-    assert sparse_format.read_reference(payload, TopK(0.1).form(blocks)).places.shape == (0,)
+    assert sparse_format.read.reference(payload, TopK(0.1).form(blocks)).places.shape == (0,)
 
 
 def test_without_numba_everything_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +310,7 @@ def test_without_numba_everything_is_the_same(monkeypatch: pytest.MonkeyPatch) -
         return [codec.encode(values, blocks, DRAW), payload, rest, total, codec.decode(payload, blocks, DRAW)]
 
     fast = everything()
-    monkeypatch.setattr(sparse_format, "has_numba", lambda: False)
+    monkeypatch.setattr(compiling, "has_numba", lambda: False)
     assert all(torch.equal(a, b) for a, b in zip(fast, everything(), strict=True))
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from stretto.compress.codec import Compression
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Layout
-from stretto.compress.rounds import Collective, Gather, Steps, Sum, SumInHops, Transpose, Turn
-from stretto.compress.state import State
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import Collective, ExchangeContext, Gather, Steps, Sum, SumInHops, Transpose
+from stretto.compress.state import CompressionState
 
 
 class Workers:
@@ -22,7 +22,7 @@ class Workers:
     ) -> None:
         self.compression = compression
         self.layout = Layout.of(named)
-        self.states = [State(self.layout, torch.device("cpu")) for _ in range(size)]
+        self.states = [CompressionState(self.layout, torch.device("cpu")) for _ in range(size)]
         self.kept: list[dict[object, object]] = [{} for _ in range(size)]
         self.algorithm = algorithm
         self.rounds = 0
@@ -36,9 +36,9 @@ class Workers:
         self.rounds += 1
         return values
 
-    def turn(self, rank: int) -> Turn:
-        draw = Draw.of_round(self.rounds, rank)
-        return Turn(self.layout, self.states[rank], draw, rank, len(self.states), self.algorithm, self.kept[rank])
+    def turn(self, rank: int) -> ExchangeContext:
+        draw = RandomKeys.of_round(self.rounds, rank)
+        return ExchangeContext(self.layout, self.states[rank], draw, rank, len(self.states), self.algorithm, self.kept[rank])
 
     def drive(self, generators: list[Steps]) -> None:
         asked = [next(generator, None) for generator in generators]

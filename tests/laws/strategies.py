@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from stretto import recipes
-from stretto.aggregate.all_reduce import AllReduce
+from stretto import (
+    DGC,
+    EF21,
+    QSGD,
+    AllReduce,
+    BFloat16,
+    ByParameter,
+    DeMo,
+    Dynamic8,
+    ErrorFeedback,
+    Float16,
+    Int8,
+    NoCompression,
+    OneBit,
+    OneBitAdam,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TernGrad,
+    Threshold,
+    TopK,
+    WarmUp,
+    recipes,
+)
 from stretto.aggregate.hierarchy import Hierarchy
 from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
-from stretto.compress.bfloat16 import BFloat16
-from stretto.compress.by_parameter import ByParameter
 from stretto.compress.codec import Compression
-from stretto.compress.demo import DeMo
-from stretto.compress.dgc import DGC
-from stretto.compress.dynamic8 import Dynamic8
-from stretto.compress.ef21 import EF21
-from stretto.compress.error_feedback import ErrorFeedback
-from stretto.compress.float16 import Float16
-from stretto.compress.int8 import Int8
-from stretto.compress.none import NoCompression
-from stretto.compress.one_bit import OneBit
-from stretto.compress.one_bit_adam import OneBitAdam
-from stretto.compress.power_sgd import PowerSGD
-from stretto.compress.qsgd import QSGD
-from stretto.compress.random_k import RandomK
-from stretto.compress.sign import Sign
-from stretto.compress.tern_grad import TernGrad
-from stretto.compress.threshold import Threshold
-from stretto.compress.top_k import TopK
-from stretto.compress.warm_up import WarmUp
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
 from stretto.strategy import Strategy
 

@@ -27,6 +27,7 @@ from wire.contract import receive, send
 TAG = Tag(1, 0, 0)
 TOPIC = 40
 CHANNEL = 6
+LONG = 5000  # times eight bytes
 View = tuple[list[int], list[int], int]
 
 
@@ -61,9 +62,10 @@ def exchange(*members: Member, number: int) -> None:
         for other in members:
             if other is not member:
                 me, peer, words = member.wire, other.wire.rank, f"{number} from {member.wire.rank}".encode()
-                handles += [send(me, peer, Tag(2, number, 0), words), me.offer(peer, CHANNEL, b"", memoryview(words))]
+                long = words * LONG  # goes through shared memory from the second time on, where there is some
+                handles += [send(me, peer, Tag(2, number, 0), long), me.offer(peer, CHANNEL, b"", memoryview(long))]
                 me.post(peer, TOPIC, words)
-                handle, arrived[me.rank, peer] = receive(me, peer, Tag(2, number, 0), len(words))
+                handle, arrived[me.rank, peer] = receive(me, peer, Tag(2, number, 0), len(long))
                 handles.append(handle)
     others = len(members) - 1
 
@@ -76,10 +78,11 @@ def exchange(*members: Member, number: int) -> None:
     in_turns(*members, until=all_here, what=f"exchange {number}")
     assert [handle.error for handle in handles if handle.error] == []
     for (_, peer), got in arrived.items():
-        assert got == [f"{number} from {peer}".encode()]
+        assert got == [f"{number} from {peer}".encode() * LONG]
     for member in members:
         expected = sorted((each.wire.rank, f"{number} from {each.wire.rank}".encode()) for each in members if each is not member)
-        assert sorted(member.heard[-others:]) == sorted(member.served[-others:]) == expected
+        assert sorted(member.heard[-others:]) == expected
+        assert sorted(member.served[-others:]) == [(peer, words * LONG) for peer, words in expected]
 
 
 class MembersContract:
@@ -209,9 +212,14 @@ class MembersContract:
             successor = self.let_in(members[:1], 1, 1)
             assert [error.rank for error in lost] == [1] and "took its place in generation 1" in str(lost[0])
             exchange(members[0], successor, number=1)
-            members[1].wire.abandon()
+            send(members[1].wire, 0, TAG, b"of old")  # the former life has missed nothing either, and speaks on
+            members[1].wire.post(0, TOPIC, b"of old")
             exchange(members[0], successor, number=2)
-            assert len(lost) == 1
+            members[1].wire.abandon()
+            exchange(members[0], successor, number=3)
+            handle, arrived = receive(members[0].wire, 1, TAG, 5)
+            self._finish(handle, send(successor.wire, 0, TAG, b"fresh"), members[0], successor)
+            assert arrived == [b"fresh"] and len(lost) == 1
             self.close_all([members[0], successor])
 
     def test_what_makes_no_sense_is_refused(self) -> None:

@@ -140,14 +140,14 @@ def test_the_open_door_bears_strangers_and_keeps_those_that_nobody_admits_in_bou
             exchange(*members, newcomer, number=1)
             assert target.peers == [1, 2]
             contract.close_all([*members, newcomer])
+            for thread in knocking:
+                thread.join(30)
+                assert not thread.is_alive()
         finally:
             for each in crowd:
                 each.close()
             for impostor in impostors:
                 impostor.abandon()
-        for thread in knocking:
-            thread.join(30)
-            assert not thread.is_alive()
 
 
 def _knock(impostor: FramedWire, target: Peer) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from stretto.errors import ConfigurationError, PeerLost, WireError
 from stretto.testing import run_threads, wait_for
-from stretto.testing.in_process import BufferChanged, WireKilled
+from stretto.testing.envelopes import BufferChanged
+from stretto.testing.in_process import WireKilled
 from stretto.testing.threads import ThreadsWire, threads_world
 from stretto.wire.base import Tag, Wire
 from stretto.wire.frames import HEADER_BYTES

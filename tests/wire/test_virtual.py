@@ -10,8 +10,8 @@ import pytest
 from stretto.collectives.plan import chunk_start
 from stretto.errors import ConfigurationError, PeerLost, WireError, WireTimeout
 from stretto.testing import run_threads, run_virtual, wait_for
+from stretto.testing.envelopes import BufferChanged
 from stretto.testing.faults import Cut, Fault, Kill, Pause
-from stretto.testing.in_process import BufferChanged
 from stretto.testing.network_model import Constant, Exponential, Link, LogNormal, NetworkModel, Uniform
 from stretto.testing.virtual import VirtualDeadlock, VirtualWire, virtual_world
 from stretto.testing.virtual_network import OutOfBudget

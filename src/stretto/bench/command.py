@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from stretto.bench.settings import DeviceChoice, PeerChoice, Settings, WireChoice, check, parse_algorithms, parse_sizes
@@ -24,7 +26,7 @@ from stretto.launching.detect import detect
 
 if TYPE_CHECKING:
     from stretto.bench.compress_settings import CompressSettings
-    from stretto.bench.results import Report
+    from stretto.bench.results import AllReduceReport
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -72,7 +74,7 @@ def allreduce(
         _refuse_own_workers(workers, hosts)
         _take_part(settings, json)
     else:
-        _write(run_workers(settings, context.obj), json)
+        _write(measured(settings, context.obj), json)
 
 
 @app.command()
@@ -112,7 +114,8 @@ def compress(
 
 def _run_compress(settings: CompressSettings, json: Path | None) -> None:
     from stretto.bench.compress_measure import measure
-    from stretto.bench.compress_show import as_json, show
+    from stretto.bench.compress_show import show
+    from stretto.bench.results import as_json
 
     report = measure(settings)
     show(report)
@@ -150,8 +153,19 @@ def _take_part(settings: Settings, json: Path | None) -> None:
         _write(report, json)
 
 
-def _write(report: Report, json: Path | None) -> None:
-    from stretto.bench.show import as_json, show
+def measured(settings: Settings, environ: Mapping[str, str]) -> AllReduceReport:
+    """Run the benchmark in workers of its own."""
+    answer = run_workers(
+        "stretto.bench.worker", settings, environ, workers=settings.workers, lab=settings.lab, rate=settings.rate
+    )
+    from stretto.bench.results import AllReduceReport  # brings in torch: not before the workers had the machine to themselves
+
+    return msgspec.json.decode(answer, type=AllReduceReport)
+
+
+def _write(report: AllReduceReport, json: Path | None) -> None:
+    from stretto.bench.results import as_json
+    from stretto.bench.show import show
 
     show(report)
     if json is not None:

@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from stretto.compress.layout import Layout, Place
+from stretto.compress.layout import Layout, TensorPlace
 
 SIDE = 1024
 DIRECTIONS = 8
@@ -53,7 +53,7 @@ def values_of(kind: str, layout: Layout, seed: int, device: torch.device) -> Ten
     return values.div_(values.square().mean().sqrt()).to(device)
 
 
-def _gradient(place: Place, generator: torch.Generator) -> Tensor:
+def _gradient(place: TensorPlace, generator: torch.Generator) -> Tensor:
     noise = _heavy_tailed(place.shape, generator)
     if len(place.shape) < 2:
         return noise

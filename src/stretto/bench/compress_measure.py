@@ -3,7 +3,7 @@
     round k of each size and codec: copy, clone, encode, decode, encode_residual, add_decoded, exchange; the order rotated by k
 
 Codecs are called as the engine calls them: with the same blocks in every round, whose memory payloads and decoded values are
-written to again (`kept_memory.py`). On the CPU two calls more, `encode_new` and `decode_new`, are given blocks that keep none.
+written to again (`buffer_pool.py`). On the CPU two calls more, `encode_new` and `decode_new`, are given blocks that keep none.
 
 A turn is a few calls, each on values of its own, so that the last call has not left them in a cache; one call, if it takes long.
 Two rounds go before that do not count (compiling, memory, warm-ups); the second tells how many rounds the time limit allows. In
@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from importlib import metadata
 
 import torch
@@ -29,23 +28,23 @@ from stretto.bench.compress_gradients import KINDS, layout_of, values_of
 from stretto.bench.compress_results import CompressReport, CompressRow, Quality, timing
 from stretto.bench.compress_settings import CompressSettings, compression_of
 from stretto.bench.compress_together import Spent, Together
-from stretto.bench.machine import Machine, describe
+from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.settings import ELEMENT_BYTES, show_size
+from stretto.bench.turns import Turn, now, take_turns, wait_for
+from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.codec import Codec, Compression
-from stretto.compress.draw import Draw
-from stretto.compress.kept_memory import KeptMemory
 from stretto.compress.layout import Blocks
 from stretto.compress.none import NoCompression
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import ConfigurationError, JobError
 
 CALLS = {"cpu": 2, "cuda": 8}  # of a turn
 WARM_UP = 2  # rounds that do not count
 LONG_S = 0.05  # a turn that has lasted so long has been long enough to be timed
-DRAW = Draw.of_round(1, rank=0)
-Turn = Callable[[], float]  # seconds of one call
+DRAW = RandomKeys.of_round(1, rank=0)
 
 
-class Field:
+class Vectors:
     """The vectors of one size. `sources` stay as they are; `spare` is what is written to."""
 
     def __init__(self, size: int, settings: CompressSettings, device: torch.device) -> None:
@@ -61,33 +60,29 @@ class Field:
         for to, source in zip(self.spare, self.sources, strict=True):
             to.copy_(source)
 
-    def settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def timed(self, call: Callable[[int], object]) -> float:
         self.fill()
-        self.settle()
+        wait_for(self.device)
         begin = time.perf_counter()
         for number in range(self.calls):
             call(number)
             if time.perf_counter() - begin > LONG_S:
                 break
-        self.settle()
+        wait_for(self.device)
         return (time.perf_counter() - begin) / (number + 1)
 
 
-class Exchange:
+class TimedExchange:
     """Rounds of P workers, and what the last of them took."""
 
-    def __init__(self, compression: Compression, word: str, field: Field, workers: int) -> None:
-        self._together = Together(compression, field.layout, workers, field.device)
-        self._field, self._word, self._workers = field, word, workers
+    def __init__(self, compression: Compression, word: str, vectors: Vectors, workers: int) -> None:
+        self._together = Together(compression, vectors.layout, workers, vectors.device)
+        self._vectors, self._word, self._workers = vectors, word, workers
         self.last: Spent | None = None
 
     def turn(self) -> float:
-        self._field.fill()
-        ends = self._field.spare[: self._workers]
+        self._vectors.fill()
+        ends = self._vectors.spare[: self._workers]
         self.last, first = self._together.round(ends), self.last is None
         if first:
             self._together.end_warm_up()
@@ -111,12 +106,11 @@ def measure(settings: CompressSettings) -> CompressReport:
     rows: list[CompressRow] = []
     with _one_thread():
         for size in settings.sizes:
-            field = Field(size, settings, torch.device(settings.device))
+            vectors = Vectors(size, settings, torch.device(settings.device))
             for word in settings.codecs:
-                rows.append(measure_codec(word, settings, field))
+                rows.append(measure_codec(word, settings, vectors))
                 print(f"measured {word} on {show_size(size)}", file=sys.stderr, flush=True)
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    return CompressReport(settings=settings, machine=_machine(), date=date, rows=rows)
+    return CompressReport(settings=settings, machine=_machine(), date=now(), rows=rows)
 
 
 @contextlib.contextmanager
@@ -129,7 +123,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _machine() -> Machine:
+def _machine() -> MachineInfo:
     """With the version of what compiles kernels for GPUs, where it is there."""
     machine = describe()
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -137,21 +131,21 @@ def _machine() -> Machine:
     return machine
 
 
-def measure_codec(word: str, settings: CompressSettings, field: Field) -> CompressRow:
+def measure_codec(word: str, settings: CompressSettings, vectors: Vectors) -> CompressRow:
     compression = compression_of(word)
-    exchange = Exchange(compression, word, field, settings.workers)
-    turns = copies(field) | turns_of(compression, field) | {"exchange": exchange.turn}
+    exchange = TimedExchange(compression, word, vectors, settings.workers)
+    turns = copies(vectors) | turns_of(compression, vectors) | {"exchange": exchange.turn}
     seconds = alternate(turns, settings)
     assert exchange.last is not None
     copy_s = statistics.median(seconds["copy"])
-    timings = {what: timing(field.size, each, copy_s) for what, each in seconds.items()}
-    uncompressed = NoCompression().bytes_sent(field.layout, 0, settings.workers)
-    payload_bytes = payload_of(compression, field)
+    timings = {what: timing(vectors.size, each, copy_s) for what, each in seconds.items()}
+    uncompressed = NoCompression().bytes_sent(vectors.layout, 0, settings.workers)
+    payload_bytes = payload_of(compression, vectors)
     return CompressRow(
-        size=field.size,
+        size=vectors.size,
         codec=word,
         payload_bytes=payload_bytes,
-        bits_per_value=8 * payload_bytes / field.layout.num_elements,
+        bits_per_value=8 * payload_bytes / vectors.layout.num_elements,
         bytes_sent=exchange.last.bytes_sent,
         bytes_uncompressed=uncompressed,
         copy=timings.pop("copy"),
@@ -159,70 +153,64 @@ def measure_codec(word: str, settings: CompressSettings, field: Field) -> Compre
         exchange=timings["exchange"],
         break_even_mbit=break_even_mbit(uncompressed, exchange.last.bytes_sent, timings.pop("exchange").median),
         calls=timings,
-        quality={kind: found for kind in KINDS if (found := quality_of(compression, kind, field)) is not None},
+        quality={kind: found for kind in KINDS if (found := quality_of(compression, kind, vectors)) is not None},
     )
 
 
-def copies(field: Field) -> dict[str, Turn]:
+def copies(vectors: Vectors) -> dict[str, Turn]:
     """Into memory that is there, and into new memory."""
     return {
-        "copy": lambda: field.timed(lambda i: field.spare[i].copy_(field.sources[i])),
-        "clone": lambda: field.timed(lambda i: field.sources[i].clone()),
+        "copy": lambda: vectors.timed(lambda i: vectors.spare[i].copy_(vectors.sources[i])),
+        "clone": lambda: vectors.timed(lambda i: vectors.sources[i].clone()),
     }
 
 
-def turns_of(compression: Compression, field: Field) -> dict[str, Turn]:
+def turns_of(compression: Compression, vectors: Vectors) -> dict[str, Turn]:
     """What a codec does by itself. A majority vote leaves no residual; compressions that drive their own rounds have no calls."""
     if not isinstance(compression, Codec):
         return {}
-    codec, blocks = compression, compression.blocks(field.layout)
-    payloads = [codec.encode(source, blocks, DRAW) for source in field.sources[: field.calls]]
+    codec, blocks = compression, compression.blocks(vectors.layout)
+    payloads = [codec.encode(source, blocks, DRAW) for source in vectors.sources[: vectors.calls]]
     calls: dict[str, Callable[[int], object]] = {
-        "encode": lambda i: codec.encode(field.sources[i], blocks, DRAW),
+        "encode": lambda i: codec.encode(vectors.sources[i], blocks, DRAW),
         "decode": lambda i: codec.decode(payloads[i], blocks, DRAW),
-        "encode_residual": lambda i: codec.encode_residual(field.spare[i], blocks, DRAW),
-        "add_decoded": lambda i: codec.add_decoded(payloads[i], blocks, DRAW, field.spare[i]),
+        "encode_residual": lambda i: codec.encode_residual(vectors.spare[i], blocks, DRAW),
+        "add_decoded": lambda i: codec.add_decoded(payloads[i], blocks, DRAW, vectors.spare[i]),
     }
     if codec.no_residual is not None:
         del calls["encode_residual"]
-    if field.device.type == "cpu":  # on a GPU torch keeps memory by itself
-        fresh = Blocks(blocks.bounds, blocks.keys, KeptMemory(most=0))
-        calls["encode_new"] = lambda i: codec.encode(field.sources[i], fresh, DRAW)
+    if vectors.device.type == "cpu":  # on a GPU torch keeps memory by itself
+        fresh = Blocks(blocks.bounds, blocks.keys, BufferPool(most=0))
+        calls["encode_new"] = lambda i: codec.encode(vectors.sources[i], fresh, DRAW)
         calls["decode_new"] = lambda i: codec.decode(payloads[i], fresh, DRAW)
-    return {what: lambda call=call: field.timed(call) for what, call in calls.items()}  # type: ignore[misc]
+    return {what: lambda call=call: vectors.timed(call) for what, call in calls.items()}  # type: ignore[misc]
 
 
 def alternate(turns: dict[str, Turn], settings: CompressSettings) -> dict[str, list[float]]:
-    """Each once per round, in rotating order; as many rounds as were asked for, or as the limit allows."""
-    names = list(turns)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    """As many rounds as were asked for, or as the limit allows."""
     for _ in range(WARM_UP):
         begin = time.perf_counter()
-        for name in names:
-            turns[name]()
+        take_turns(list(turns.values()), 1)
         round_s = time.perf_counter() - begin
-    for number in range(min(settings.rounds, max(1, int(settings.limit_s / round_s)))):
-        for offset in range(len(names)):
-            name = names[(number + offset) % len(names)]
-            seconds[name].append(turns[name]())
-    return seconds
+    rounds = min(settings.rounds, max(1, int(settings.limit_s / round_s)))
+    return dict(zip(turns, take_turns(list(turns.values()), rounds), strict=True))
 
 
-def payload_of(compression: Compression, field: Field) -> int:
+def payload_of(compression: Compression, vectors: Vectors) -> int:
     """What a worker gives to collectives in a round, after warm-ups, were it alone."""
-    alone = Together(compression, field.layout, 1, field.device)
-    alone.round([field.sources[0].clone()])
+    alone = Together(compression, vectors.layout, 1, vectors.device)
+    alone.round([vectors.sources[0].clone()])
     alone.end_warm_up()
-    return alone.round([field.sources[1].clone()]).bytes_given
+    return alone.round([vectors.sources[1].clone()]).bytes_given
 
 
-def quality_of(compression: Compression, kind: str, field: Field) -> Quality | None:
-    """Of the first round of a worker alone, if what it gets back is meant to be what it had."""
-    alone = Together(compression, field.layout, 1, field.device)
+def quality_of(compression: Compression, kind: str, vectors: Vectors) -> Quality | None:
+    """How close a worker alone comes in its first round, if what it gets back is meant to be what it had."""
+    alone = Together(compression, vectors.layout, 1, vectors.device)
     answers = [bucket.compression for bucket in alone.buckets]
     if any(answer.optimizer_hint is not None or answer.no_residual is not None for answer in answers):
         return None
-    given = field.sources[0] if kind == "gaussian" else values_of(kind, field.layout, 0, field.device)
+    given = vectors.sources[0] if kind == "gaussian" else values_of(kind, vectors.layout, 0, vectors.device)
     got = given.clone()
     alone.round([got])
     error, length = (float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in (given - got, given))

@@ -21,12 +21,12 @@ import statistics
 import msgspec
 
 from stretto.bench.compress_settings import CompressSettings
-from stretto.bench.machine import Machine
-from stretto.bench.results import quartiles
+from stretto.bench.machine import MachineInfo
+from stretto.bench.turns import quartiles
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one call, in every round."""
+    """The times of one call, one per round, and what follows from them."""
 
     seconds: list[float]
     median: float
@@ -68,7 +68,7 @@ class CompressRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class CompressReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: CompressSettings
-    machine: Machine
+    machine: MachineInfo
     date: str
     rows: list[CompressRow]
 

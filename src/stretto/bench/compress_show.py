@@ -1,17 +1,14 @@
-"""The report of `stretto bench compress` as tables for people, and as JSON for machines.
+"""The report of `stretto bench compress` as tables.
 
 Three tables for each size: how fast, what is sent and what is lost, and below which link speed it pays.
 """
 
 from __future__ import annotations
 
-import sys
 from itertools import groupby
 from typing import TextIO
 
-import msgspec
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from stretto.bench.compress_break_even import paying, pays, speed_up
@@ -19,9 +16,9 @@ from stretto.bench.compress_gradients import KINDS
 from stretto.bench.compress_results import CompressReport, CompressRow, Timing
 from stretto.bench.compress_settings import CompressSettings
 from stretto.bench.settings import show_size
-from stretto.bench.table_text import seconds, spread
+from stretto.bench.table_text import seconds, spread, wide_console
 
-NARROWEST = 150  # below this the table is not broken but wider than what it is written to
+NARROWEST = 150
 CALLS = ("encode", "decode", "encode_residual", "add_decoded")
 PAIRED = {  # two calls, one after the other
     "enc+dec/copy": ("encode", "decode"),
@@ -32,10 +29,7 @@ LONGEST_NAME = 27  # beyond it a codec's name is written in several lines
 
 
 def show(report: CompressReport, file: TextIO | None = None) -> None:
-    target = sys.stdout if file is None else file
-    console = Console(file=target, highlight=False)
-    if console.width < NARROWEST:
-        console = Console(file=target, highlight=False, width=NARROWEST)
+    console = wide_console(file, NARROWEST)
     console.print(headline(report))
     for size, group in groupby(report.rows, key=lambda row: row.size):
         rows = list(group)
@@ -147,7 +141,3 @@ def _table(title: str, head: list[str], lines: list[list[str]]) -> Table:
     for line in lines:
         table.add_row(*line)
     return table
-
-
-def as_json(report: CompressReport) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"

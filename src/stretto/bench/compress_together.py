@@ -17,32 +17,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.bench.turns import wait_for
 from stretto.compress.codec import Compression
-from stretto.compress.draw import Draw
 from stretto.compress.exchange import bytes_of_sum
-from stretto.compress.layout import Layout, Place
-from stretto.compress.rounds import Collective, Gather, Steps, Sum, SumInHops, Transpose, Turn
-from stretto.compress.state import State
+from stretto.compress.layout import Layout, TensorPlace
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import Collective, ExchangeContext, Gather, Steps, Sum, SumInHops, Transpose
+from stretto.compress.state import CompressionState
 
 PAST_WARM_UP = 1_000_000  # rounds, after which every warm-up is over
 
 
 class Spent(NamedTuple):
-    """Of one round: how long a worker computed (the mean over all), the most that one gave to collectives, and that one sent."""
+    """One round: how long a worker computed (the mean over all), and the most bytes that one gave to collectives, and sent."""
 
     seconds: float
     bytes_given: int
     bytes_sent: int
 
 
-class Bucket:
+class SharedBucket:
     """The tensors with one answer, of all workers: `places` in the whole vector, `layout` in the bucket."""
 
-    def __init__(self, compression: Compression, places: list[Place], size: int, device: torch.device) -> None:
+    def __init__(self, compression: Compression, places: list[TensorPlace], size: int, device: torch.device) -> None:
         self.compression = compression
         self.places = places
         self.layout = Layout.of((place.name, place.shape) for place in places)
-        self.states = [State(self.layout, device) for _ in range(size)]
+        self.states = [CompressionState(self.layout, device) for _ in range(size)]
         self.kept: list[dict[Any, Any]] = [{} for _ in range(size)]
 
     def take(self, whole: Tensor) -> Tensor:
@@ -57,10 +58,10 @@ class Together:
     """`round` takes the workers' gradients, replaces them by what each ends up with, and commits their state."""
 
     def __init__(self, compression: Compression, layout: Layout, size: int, device: torch.device) -> None:
-        answers: dict[Compression, list[Place]] = {}
+        answers: dict[Compression, list[TensorPlace]] = {}
         for place in layout.places:
             answers.setdefault(compression.for_parameter(place.name, place.shape), []).append(place)
-        self.buckets = [Bucket(answer, places, size, device) for answer, places in answers.items()]
+        self.buckets = [SharedBucket(answer, places, size, device) for answer, places in answers.items()]
         self._size = size
         self._device = device
         self._number = 0
@@ -88,9 +89,9 @@ class Together:
         self._number += 1
         return Spent(self._seconds / self._size, max(self._given), max(self._sent))
 
-    def _turn(self, bucket: Bucket, rank: int) -> Turn:
-        draw = Draw.of_round(self._number, rank)
-        return Turn(bucket.layout, bucket.states[rank], draw, rank, self._size, kept=bucket.kept[rank])
+    def _turn(self, bucket: SharedBucket, rank: int) -> ExchangeContext:
+        draw = RandomKeys.of_round(self._number, rank)
+        return ExchangeContext(bucket.layout, bucket.states[rank], draw, rank, self._size, kept=bucket.kept[rank])
 
     def _drive(self, workers: list[Steps]) -> None:
         asked = [self._advance(worker, None) for worker in workers]
@@ -99,19 +100,15 @@ class Together:
             asked = [self._advance(worker, result) for worker, result in zip(workers, results, strict=True)]
 
     def _advance(self, worker: Steps, result: Tensor | None) -> Collective | None:
-        self._settle()
+        wait_for(self._device)
         begin = time.perf_counter()
         try:
             asked = next(worker) if result is None else worker.send(result)
         except StopIteration:
             asked = None
-        self._settle()
+        wait_for(self._device)
         self._seconds += time.perf_counter() - begin
         return asked
-
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _carry_out(self, asked: Sequence[Collective | None]) -> list[Tensor]:
         sums = [one.tensor for one in asked if isinstance(one, Sum)]

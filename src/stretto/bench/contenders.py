@@ -1,8 +1,8 @@
-"""Who takes part: each way to sum a tensor over all ranks, behind one face.
+"""The contenders: each way to sum a tensor over all ranks, behind one interface.
 
     Ours        an algorithm of the catalogue over one of stretto's wires
     Gloo        `torch.distributed.all_reduce` of the gloo backend, the "torch backend's own"
-    (Stream     in `stream.py`: not an all-reduce, but the time its bytes need on a bare TCP connection)
+    (BareStream in `stream.py`: not an all-reduce, but the time its bytes need on a bare TCP connection)
 
 `run` returns when the tensor holds the sum. `start` returns at once with something that has `done` and `wait()`, for `--busy`.
 """

@@ -21,7 +21,7 @@ PACKAGES = ("torch", "numpy", "pyzmq", "msgspec")
 WITHOUT_NUMBA = "none (codecs on the CPU in plain torch)"
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+class MachineInfo(msgspec.Struct, frozen=True, kw_only=True):
     processor: str
     cores: int
     memory_bytes: int
@@ -30,9 +30,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-def describe() -> Machine:
+def describe() -> MachineInfo:
     versions = {"stretto": __version__, "python": platform.python_version(), "libzmq": zmq.zmq_version()}
-    return Machine(
+    return MachineInfo(
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

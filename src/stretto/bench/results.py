@@ -14,12 +14,13 @@ import statistics
 
 import msgspec
 
-from stretto.bench.machine import Machine
+from stretto.bench.machine import MachineInfo
 from stretto.bench.settings import Settings
+from stretto.bench.turns import quartiles
 from stretto.plan.network import LinkEstimate
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class AllReduceRow(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the table. `seconds` has every round, slowest rank each; `chosen` is what "auto" stood for."""
 
     size: int
@@ -36,12 +37,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     times_gloo: float | None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class AllReduceReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
-    machine: Machine
+    machine: MachineInfo
     date: str
     links: dict[str, LinkEstimate]  # measured alpha, beta, gamma of each wire
-    rows: list[Row]
+    rows: list[AllReduceRow]
+
+
+def as_json(report: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,22 +58,15 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     seconds: list[float]
 
 
-def quartiles(seconds: list[float]) -> tuple[float, float]:
-    if len(seconds) == 1:
-        return seconds[0], seconds[0]
-    first, _, third = statistics.quantiles(seconds, n=4, method="inclusive")
-    return first, third
-
-
-def make_rows(size: int, load: str, world_size: int, measured: list[Times], stream_s: float | None) -> list[Row]:
+def make_rows(size: int, load: str, world_size: int, measured: list[Times], stream_s: float | None) -> list[AllReduceRow]:
     """Rows of one size and load; `stream_s` is the bare stream's median, measured with an idle main thread."""
     gloo = next((statistics.median(each.seconds) for each in measured if each.wire == "gloo"), None)
     return [_row(size, load, world_size, each, stream_s, gloo) for each in measured]
 
 
-def _row(size: int, load: str, world_size: int, times: Times, stream_s: float | None, gloo_s: float | None) -> Row:
+def _row(size: int, load: str, world_size: int, times: Times, stream_s: float | None, gloo_s: float | None) -> AllReduceRow:
     median = statistics.median(times.seconds)
-    return Row(
+    return AllReduceRow(
         size=size,
         contender=times.contender,
         wire=times.wire,

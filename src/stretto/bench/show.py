@@ -1,36 +1,30 @@
-"""The report as a table for people, on a terminal or in a file, and as JSON for machines."""
+"""The report as a table, on a terminal or in a file."""
 
 from __future__ import annotations
 
-import sys
 from itertools import groupby
 from typing import TextIO
 
-import msgspec
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from stretto.bench.results import Report, Row
+from stretto.bench.results import AllReduceReport, AllReduceRow
 from stretto.bench.settings import show_size
-from stretto.bench.table_text import bandwidth, seconds, spread
+from stretto.bench.table_text import bandwidth, seconds, spread, wide_console
 
-NARROWEST = 130  # below this the table is not broken but wider than what it is written to
+NARROWEST = 130
 
 
-def show(report: Report, file: TextIO | None = None) -> None:
+def show(report: AllReduceReport, file: TextIO | None = None) -> None:
     """Print one table per size and load."""
-    target = sys.stdout if file is None else file
-    console = Console(file=target, highlight=False)
-    if console.width < NARROWEST:
-        console = Console(file=target, highlight=False, width=NARROWEST)
+    console = wide_console(file, NARROWEST)
     console.print(headline(report))
     for (size, load), rows in groupby(report.rows, key=lambda row: (row.size, row.load)):
         console.print(_table(report, size, load, list(rows)))
     console.print(footnotes(report))
 
 
-def headline(report: Report) -> str:
+def headline(report: AllReduceReport) -> str:
     settings, machine = report.settings, report.machine
     where = "lab hosts" if settings.lab else "workers"
     rate = f", links of {settings.rate}" if settings.rate else ""
@@ -43,7 +37,7 @@ def headline(report: Report) -> str:
     )
 
 
-def footnotes(report: Report) -> str:
+def footnotes(report: AllReduceReport) -> str:
     lines = [
         "Times: median over rounds of the slowest rank, with the middle half.",
         "Of bare TCP: t(bare TCP stream of the least bytes an all-reduce can send) / t.  x gloo: t(gloo) / t; above 1 is faster.",
@@ -53,7 +47,7 @@ def footnotes(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _table(report: Report, size: int, load: str, rows: list[Row]) -> Table:
+def _table(report: AllReduceReport, size: int, load: str, rows: list[AllReduceRow]) -> Table:
     busy = "" if not report.settings.busy else f", main thread {'idle' if load == 'idle' else f'in {load}'}"
     table = Table(title=f"{show_size(size)}{busy}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("contender", no_wrap=True)
@@ -65,7 +59,7 @@ def _table(report: Report, size: int, load: str, rows: list[Row]) -> Table:
     return table
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: AllReduceRow) -> list[str]:
     """One line of the table, as text."""
     name = f"auto ({row.chosen})" if row.contender == "auto" else row.contender
     return [
@@ -78,7 +72,3 @@ def cells(row: Row) -> list[str]:
         "" if row.share_of_tcp is None else f"{row.share_of_tcp:.0%}",
         "" if row.times_gloo is None else f"{row.times_gloo:.2f}",
     ]
-
-
-def as_json(report: Report) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"

@@ -2,52 +2,42 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from stretto.bench.settings import Settings
 from stretto.errors import JobError
 from stretto.launching import launch, launch_plan
-
-if TYPE_CHECKING:
-    from stretto.bench.results import Report
 
 LAB_LIMIT_S = 3600.0
 
 
-def run_workers(settings: Settings, environ: Mapping[str, str]) -> Report:
-    """Run the benchmark in workers of its own; for the main thread."""
+def run_workers(
+    program: str, settings: msgspec.Struct, environ: Mapping[str, str], *, workers: int, lab: bool, rate: str | None = None
+) -> bytes:
+    """What rank 0 has written to the file that is its last argument; the one before is `settings` as JSON. For the main thread.
+
+    `program`: a script, or the name of a module. `lab`: on lab hosts, with links of that rate.
+    """
     with tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:
         answer = Path(folder) / "report.json"
         words = [msgspec.json.encode(settings).decode(), str(answer)]
-        if settings.lab:
-            _run_on_hosts(settings, words, environ)
+        module = not program.endswith(".py")
+        if lab:
+            _run_on_hosts([*(["-m"] if module else []), program, *words], workers, rate, environ)
         else:
-            _run_here(settings, words, environ)
-        from stretto.bench.results import Report  # brings in torch: not before the workers had the machine to themselves
-
-        return msgspec.json.decode(answer.read_bytes(), type=Report)
+            _run_here(program, words, module, workers, environ)
+        return answer.read_bytes()
 
 
-def _run_here(settings: Settings, words: list[str], environ: Mapping[str, str]) -> None:
+def _run_here(program: str, words: list[str], module: bool, workers: int, environ: Mapping[str, str]) -> None:
     plan = launch_plan.make_plan(
-        "stretto.bench.worker",
-        words,
-        module=True,
-        workers=settings.workers,
-        nodes=1,
-        node=None,
-        rendezvous=None,
-        secret_file=None,
-        timeout_s=None,
+        program, words, module=module, workers=workers, nodes=1, node=None, rendezvous=None, secret_file=None, timeout_s=None,
         prefix=False,
-    )
+    )  # fmt: skip
     code = launch.run(plan, environ)
     if code != 0:
         raise SystemExit(code)  # the launcher has said which worker failed and why
@@ -64,16 +54,15 @@ class _ToStderr:
             sys.stderr.flush()
 
 
-def _run_on_hosts(settings: Settings, words: list[str], environ: Mapping[str, str]) -> None:
+def _run_on_hosts(words: list[str], hosts: int, rate: str | None, environ: Mapping[str, str]) -> None:
     from stretto.lab import Lab
 
-    command = [sys.executable, "-m", "stretto.bench.worker", *words]
-    with Lab(settings.workers, settings.rate, environ=environ) as lab:
-        job = lab.start(command, sink=_ToStderr())
+    with Lab(hosts, rate, environ=environ) as lab:
+        job = lab.start([sys.executable, *words], sink=_ToStderr())
         results = job.wait(LAB_LIMIT_S)
     if job.first_failure is not None:
         failed = results[job.first_failure]
         raise JobError(
             f"the benchmark failed on host {job.first_failure} first (exit code {failed.returncode}). It had written:\n"
-            f"{failed.output.rstrip()[-4000:]}\nAsked for: {settings.command or shlex.join(command[:3])}"
+            f"{failed.output.rstrip()[-4000:]}"
         )

@@ -25,7 +25,7 @@ BLOCK_BYTES = 4 << 20
 TOKEN_BYTES = 16
 
 
-class Stream:
+class BareStream:
     """One connection to the right neighbour, one from the left. Made by all ranks together."""
 
     name = "bare TCP"

@@ -1,6 +1,11 @@
-"""Numbers as people read them."""
+"""Numbers and tables as people read them."""
 
 from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from rich.console import Console
 
 
 def seconds(value: float) -> str:
@@ -20,3 +25,10 @@ def spread(quartiles: tuple[float, float]) -> str:
 def bandwidth(bytes_per_second: float) -> str:
     """In units of 10^6 bytes per second, as network rates are counted."""
     return f"{bytes_per_second / 1e6:,.0f}" if bytes_per_second >= 1e7 else f"{bytes_per_second / 1e6:.2f}"
+
+
+def wide_console(file: TextIO | None, narrowest: int) -> Console:
+    """For stdout or a file. Tables are not broken where that is narrow, but wider than what they are written to."""
+    target = sys.stdout if file is None else file
+    console = Console(file=target, highlight=False)
+    return console if console.width >= narrowest else Console(file=target, highlight=False, width=narrowest)

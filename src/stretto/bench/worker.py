@@ -1,7 +1,7 @@
 """One worker of a benchmark: `python -m stretto.bench.worker SETTINGS FILE`, started once per rank by `start.py`.
 
-SETTINGS is the JSON of `Settings`; rank 0 writes the JSON of the `Report` to FILE. Where `stretto bench` runs inside a job,
-it calls `take_part` itself.
+SETTINGS is the JSON of `Settings`; rank 0 writes the JSON of the `AllReduceReport` to FILE. Where `stretto bench` runs inside a
+job, it calls `take_part` itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -19,15 +18,16 @@ import stretto
 from stretto.bench.contenders import Contender, Gloo, Ours
 from stretto.bench.machine import describe
 from stretto.bench.measure import measure_size
-from stretto.bench.results import Report, Row
+from stretto.bench.results import AllReduceReport, AllReduceRow
 from stretto.bench.second_wire import job_over
 from stretto.bench.settings import Settings, show_size
-from stretto.bench.stream import Stream
+from stretto.bench.stream import BareStream
+from stretto.bench.turns import now
 from stretto.errors import ConfigurationError
 from stretto.job import Job
 
 
-def take_part(settings: Settings) -> tuple[int, Report]:
+def take_part(settings: Settings) -> tuple[int, AllReduceReport]:
     """Join the job, measure, leave. Every rank gets the same report; the first value is the rank."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(
@@ -39,18 +39,18 @@ def take_part(settings: Settings) -> tuple[int, Report]:
     return job.rank, report
 
 
-def _measure(job: Job, settings: Settings) -> Report:
-    rows: list[Row] = []
+def _measure(job: Job, settings: Settings) -> AllReduceReport:
+    rows: list[AllReduceRow] = []
     with _jobs(job, settings.wires) as jobs, _contenders(job, jobs, settings) as contenders:
         links = {wire: each.choices for wire, each in jobs.items() if each.choose(1) and each.choices is not None}
         for number, size in enumerate(settings.sizes, 1):
             rows += measure_size(job, settings, size, contenders)
             if job.rank == 0:
                 print(f"measured {show_size(size)} ({number} of {len(settings.sizes)})", file=sys.stderr, flush=True)
-    return Report(
+    return AllReduceReport(
         settings=settings,
         machine=describe(),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=now(),
         links={wire: choices.link for wire, choices in links.items()},
         rows=rows,
     )
@@ -73,7 +73,7 @@ def _jobs(job: Job, wires: list[str]) -> Iterator[dict[str, Job]]:
 
 @contextlib.contextmanager
 def _contenders(job: Job, jobs: dict[str, Job], settings: Settings) -> Iterator[list[Contender]]:
-    stream = Stream(job)
+    stream = BareStream(job)
     ours = [Ours(each, algorithm, wire) for wire, each in jobs.items() for algorithm in settings.algorithms]
     peers = [Gloo(job.rank, job.world_size, job.timeouts.arrive_s)] if settings.peer == "gloo" else []
     try:

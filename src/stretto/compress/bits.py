@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks
 from stretto.errors import MalformedPayload
 
@@ -39,13 +38,15 @@ class Payload(NamedTuple):
 
 def num_bytes(blocks: Blocks, bits: int, scales: int) -> int:
     """`scales`: how many float32 each block has in the header."""
+    if bits == 8:
+        return 4 * scales * len(blocks) + blocks.num_elements
     return 4 * scales * len(blocks) + int(_widths(blocks, bits).sum())
 
 
 def blank(blocks: Blocks, bits: int, scales: int, values: Tensor) -> Payload:
     """To be written, for these values: both parts are views of the whole."""
     assert len(values) == blocks.num_elements, "kernels trust the blocks"
-    whole = blocks.memory.empty(num_bytes(blocks, bits, scales), torch.uint8, values.device)
+    whole = blocks.pool.empty(num_bytes(blocks, bits, scales), torch.uint8, values.device)
     header = 4 * scales * len(blocks)
     return Payload(whole, whole[:header].view(torch.float32), whole[header:])
 
@@ -64,9 +65,10 @@ def check(outcome: int) -> None:
         raise MalformedPayload(_WORDS[outcome])
 
 
-def runs_compiled(tensor: Tensor) -> bool:
-    """Whether a CPU kernel may take it."""
-    return tensor.device.type == "cpu" and has_numba()
+def check_scales(scales: Tensor) -> None:
+    """Those that are magnitudes."""
+    if not (scales.isfinite() & (scales >= 0)).all():
+        check(BAD_SCALE)
 
 
 def pack(fields: Tensor, blocks: Blocks, bits: int) -> Tensor:
@@ -96,7 +98,7 @@ def unpack(packed: Tensor, blocks: Blocks, bits: int) -> Tensor:
 
 
 def sums(values: Tensor, blocks: Blocks) -> Tensor:
-    """Of each block, in float64."""
+    """The sum of each block, in float64."""
     return torch.segment_reduce(values.double(), "sum", lengths=blocks.lengths.to(values.device), unsafe=True)
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from stretto.compress.codec import Compression
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
-from stretto.compress.rounds import Steps, Turn
-from stretto.compress.state import Exported, State
+from stretto.compress.rounds import ExchangeContext, Steps
+from stretto.compress.state import CompressionState, Exported
 from stretto.errors import ConfigurationError
 
 
@@ -82,11 +82,11 @@ class ByParameter(Compression):
         reasons = (compression.refusal(algorithm) for _, compression in self.rules)
         return next((reason for reason in reasons if reason is not None), None)
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        """Of a bucket whose parameters all have the same answer."""
-        yield from self._answer(turn.layout).exchange(values, turn)
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        """For a bucket whose parameters all have the same answer."""
+        yield from self._answer(context.layout).exchange(values, context)
 
-    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+    def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
         self._answer(state.layout).restore(state, own, shared, rank, world_size)
 
     def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:

@@ -1,41 +1,44 @@
-"""What a compression is: the contract between codecs, what surrounds them, and the engine.
+"""The contract of compressions: between codecs, what is put around them, and the engine.
 
 `Compression` is what `Strategy(compress=...)` holds: a frozen, printable value. Given a bucket's gradients it drives the rounds
 that turn them into the mean over all workers, as a generator that yields collectives as data (`rounds.py`). It does no I/O of its
 own: the engine runs it over a wire, tests run all workers' generators side by side.
 
-`Codec` is a compression that is a pair of pure functions:
+`Codec` is a compression that consists of two pure functions:
 
-    encode(values, blocks, draw)    float32 vector -> bytes (uint8 vector, on the same device)
-    decode(payload, blocks, draw)   bytes -> float32 vector; raises `MalformedPayload` for what no encoder writes
+    encode(values, blocks, random)    float32 vector -> bytes (uint8 vector, on the same device)
+    decode(payload, blocks, random)   bytes -> float32 vector; raises `MalformedPayload` for what no encoder writes
 
-byte-exact as its docstring says, `num_bytes(blocks)` long. What they return lies in `blocks.memory`, if they like: it is used
-again when nobody sees it any more. Every exchange, and whoever else sends values, uses the same two functions. How payloads meet
-(`exchange.py`) follows from what the codec says of itself:
+A payload is laid out byte for byte as the codec's docstring describes, and `num_bytes(blocks)` long. Results may lie in memory
+from `blocks.pool`, which is used again when nothing refers to it any more. How payloads are combined (`exchange.py`) follows
+from the codec's attributes:
 
     payload_dtype   payloads, seen as this dtype, may be added                                        summed
     splits          every block stands for itself, so blocks may be shared out among workers          two-phase
     hop()           how to send one unit through a ring or halving-doubling, where it is asked for     in hops
-    none of these   everybody gets everybody's payload                                                gathered
+    none of these   every worker gets every payload                                                   gathered
 
-Reference: Xu et al., "GRACE: A Compressed Communication Framework", ICDCS 2021, for codecs beside a memory. Departs from it: a
-codec says how its payloads may be combined, and the exchange follows from that.
+`KernelCodec` is a codec that has kernels for CPUs or GPUs beside its functions in torch (`backend.py`).
+
+Reference: Xu et al., "GRACE: A Compressed Communication Framework", ICDCS 2021, which has codecs and a memory beside them.
+Departs from it: a codec declares how its payloads may be combined, and the exchange follows from that.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from stretto.collectives.message_codec import MessageCodec
 from stretto.compress import exchange
-from stretto.compress.draw import Draw
+from stretto.compress.backend import Backend
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.rounds import Steps, Turn
-from stretto.compress.state import Exported, State
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import ExchangeContext, Steps
+from stretto.compress.state import CompressionState, Exported
 
 
 class Compression(ABC):
@@ -43,30 +46,30 @@ class Compression(ABC):
 
     __slots__ = ()
     lossless: ClassVar[bool] = False
-    optimizer_hint: ClassVar[str | None] = None  # of one that brings its own momentum: the optimizer to write instead
-    remembers: ClassVar[bool] = False  # what it has not said, by itself: then error feedback around it makes no sense
-    no_abstention: ClassVar[str | None] = None  # why a worker without data cannot leave its say to the others, if so
-    no_residual: ClassVar[str | None] = None  # why what it says and what it is given cannot be compared, if so
-    no_contraction: ClassVar[str | None] = None  # why what it leaves unsaid may grow from round to round, if so
-    wants_feedback: ClassVar[bool] = False  # what it leaves out is much and always the same side: lost for good, by itself
-    hands_out: ClassVar[Literal["mean", "direction"]] = "mean"  # a direction does not grow with the gradients, nor with weights
-    flat_kinds: ClassVar[frozenset[str]] = frozenset()  # of its state: the kinds that are vectors as long as the bucket
+    optimizer_hint: ClassVar[str | None] = None  # for one that brings its own momentum: the optimizer to write instead
+    remembers: ClassVar[bool] = False  # keeps what it has not sent, so error feedback around it makes no sense
+    no_abstention: ClassVar[str | None] = None  # why the mean is wrong when a worker without data takes part, if so
+    no_residual: ClassVar[str | None] = None  # why its result cannot be compared with what it was given, if so
+    no_contraction: ClassVar[str | None] = None  # why the residual of error feedback may grow from round to round, if so
+    wants_feedback: ClassVar[bool] = False  # what it leaves out is much and systematic: without error feedback it is lost
+    hands_out: ClassVar[Literal["mean", "direction"]] = "mean"  # a direction grows with neither gradients nor weights
+    flat_kinds: ClassVar[frozenset[str]] = frozenset()  # the kinds of its state that are vectors as long as the bucket
 
     def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:
         """What this parameter is compressed with. Parameters with equal answers share buckets."""
         return self
 
     def refusal(self, algorithm: str) -> str | None:
-        """Why its payloads cannot be combined by this all-reduce (a name of the catalogue), or None. "auto" suits everybody."""
+        """Why this all-reduce (a name of the catalogue) cannot combine its payloads, or None. "auto" suits every compression."""
         return None
 
-    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
-        """Take up what a state of the same compression has exported, perhaps in other buckets."""
+    def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+        """Fill `state` with what a state of the same compression has exported, perhaps for other buckets."""
         state.own.restore(own, self.flat_kinds)
         state.shared.restore(shared, self.flat_kinds)
 
     @abstractmethod
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
         """Replace `values` (float32, flat, finite: this worker's) by the mean over all workers."""
 
     @abstractmethod
@@ -93,37 +96,37 @@ class Codec(Compression):
     def max_bytes(self, blocks: Blocks) -> int:
         """The longest payload that can come."""
         length = self.num_bytes(blocks)
-        assert length is not None, f"{type(self).__name__} says how long its payloads may be"
+        assert length is not None, f"{type(self).__name__} must override max_bytes"
         return length
 
     def among(self, world_size: int) -> Codec:
-        """The codec of one payload of several that are to be added up: such that their sum cannot overflow."""
+        """The codec to use where so many payloads are added up, such that their sum cannot overflow."""
         return self
 
     def hop(self) -> MessageCodec | None:
-        """How a ring may carry it encoded, if one may."""
+        """How a ring carries sums encoded, if it can."""
         return None
 
     @abstractmethod
-    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         """`values` is float32, flat, contiguous and finite, on any device; it is not changed."""
 
     @abstractmethod
-    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        """The reverse, on the payload's device. Of `draw` only `shared` is the encoder's."""
+    def decode(self, payload: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        """The reverse, on the payload's device. Only `random.shared` is the same as the encoder's."""
 
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        """Encode, and leave in `values` what the payload does not say: values - decode(payload). Fast codecs need one pass."""
-        payload = self.encode(values, blocks, draw)
-        values.sub_(self.decode(payload, blocks, draw))
+    def encode_residual(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        """Encode, and leave the residual in `values`: values - decode(payload). Kernels need one pass."""
+        payload = self.encode(values, blocks, random)
+        values.sub_(self.decode(payload, blocks, random))
         return payload
 
-    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        """total += decode(payload). Fast codecs do it in one pass."""
-        total.add_(self.decode(payload, blocks, draw))
+    def add_decoded(self, payload: Tensor, blocks: Blocks, random: RandomKeys, total: Tensor) -> None:
+        """total += decode(payload). Kernels need one pass."""
+        total.add_(self.decode(payload, blocks, random))
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        yield from exchange.exchange(self, values, turn)
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        yield from exchange.exchange(self, values, context)
 
     def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:
         return exchange.bytes_sent(self, self.blocks(layout), rank, world_size, algorithm)
@@ -132,3 +135,60 @@ class Codec(Compression):
         if self.payload_dtype is not None or (self.hop() is not None and algorithm in exchange.HOP_ALGORITHMS):
             return None
         return f"the payloads of {self!r} do not add up, and {algorithm!r} adds what it carries"
+
+
+Encoder = Backend[[Any, Tensor, Blocks, RandomKeys, bool], Tensor]  # codec, values, blocks, random, whether to leave the residual
+Decoder = Backend[[Any, Tensor, Blocks, Tensor, bool], None]  # codec, payload, blocks, out, whether to add to it or replace it
+
+
+class KernelCodec(Codec):
+    """A codec that has kernels. Most subclasses write `encoder, decoder = with_kernels("name")`."""
+
+    __slots__ = ()
+    encoder: ClassVar[Encoder]
+    decoder: ClassVar[Decoder]
+
+    def encode(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        return self.encoder.on(values.device)(self, values, blocks, random, False)
+
+    def encode_residual(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        return self.encoder.on(values.device)(self, values, blocks, random, True)
+
+    def decode(self, payload: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        out = blocks.pool.empty(blocks.num_elements, torch.float32, payload.device)
+        self.decoder.on(payload.device)(self, payload, blocks, out, False)
+        return out
+
+    def add_decoded(self, payload: Tensor, blocks: Blocks, random: RandomKeys, total: Tensor) -> None:
+        self.decoder.on(payload.device)(self, payload, blocks, total, True)
+
+
+class InTorch(Protocol):
+    """The two functions of a codec in plain torch: what its kernels are compared with."""
+
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor: ...
+
+    def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor: ...
+
+
+def with_kernels(name: str) -> tuple[Encoder, Decoder]:
+    """For a codec that is `InTorch`: its own functions, and `encode` and `decode` of kernels/{name}_cpu.py and {name}_cuda.py."""
+    return (
+        Backend(_encode_in_torch, f"{name}_cpu.encode", f"{name}_cuda.encode"),
+        Backend(_decode_in_torch, f"{name}_cpu.decode", f"{name}_cuda.decode"),
+    )
+
+
+def _encode_in_torch(codec: InTorch, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    payload = codec.encode_in_torch(values, blocks, random)
+    if residual:
+        values.sub_(codec.decode_in_torch(payload, blocks))
+    return payload
+
+
+def _decode_in_torch(codec: InTorch, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    decoded = codec.decode_in_torch(payload, blocks)
+    if adding:
+        out.add_(decoded)
+    else:
+        out.copy_(decoded)

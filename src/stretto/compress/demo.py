@@ -31,10 +31,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from stretto.compress.checks import is_count, is_number
 from stretto.compress.codec import Compression
 from stretto.compress.cosine import ChunkedCosine
-from stretto.compress.layout import Layout, Place
-from stretto.compress.rounds import Gather, Steps, Turn
+from stretto.compress.layout import Layout, TensorPlace
+from stretto.compress.rounds import ExchangeContext, Gather, Steps
 from stretto.errors import ConfigurationError, FrameError, MalformedPayload
 
 MOMENTUM = "momentum"
@@ -57,25 +58,25 @@ class DeMo(Compression):
     flat_kinds: ClassVar[frozenset[str]] = frozenset((MOMENTUM,))
 
     def __post_init__(self) -> None:
-        if not _is_count(self.k):
+        if not is_count(self.k):
             raise ConfigurationError(
                 f"DeMo(k={self.k!r}): how many frequencies of a chunk are sent, 1 or more. Write DeMo(k=32)."
             )
-        if not _is_count(self.chunk) or self.chunk > MAX_CHUNK:
+        if not is_count(self.chunk) or self.chunk > MAX_CHUNK:
             raise ConfigurationError(
                 f"DeMo(chunk={self.chunk!r}): the sides of a chunk are 1 to {MAX_CHUNK}, so that 16 bits can say which frequency "
                 f"it is. Write DeMo(chunk=64)."
             )
-        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 <= self.decay <= 1:
+        if not is_number(self.decay) or not 0 <= self.decay <= 1:
             raise ConfigurationError(
                 f"DeMo(decay={self.decay!r}): momentum decays by a factor of 0 to 1. Write DeMo(decay=0.999)."
             )
         if not isinstance(self.sign, bool):
             raise ConfigurationError(f"DeMo(sign={self.sign!r}): write True or False.")
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        frequencies = self._frequencies(turn, values.device)
-        own = turn.state.own
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        frequencies = self._frequencies(context, values.device)
+        own = context.state.own
         momentum = torch.mul(own.flat(MOMENTUM), self.decay, out=own.next_flat(MOMENTUM)).add_(values)
         momentum.clamp_(-LARGEST_MOMENTUM, LARGEST_MOMENTUM)
         spectrum = frequencies.forward(momentum)
@@ -88,10 +89,10 @@ class DeMo(Compression):
         if self.sign:
             values.sign_()
 
-    def _frequencies(self, turn: Turn, device: torch.device) -> Frequencies:
-        if self not in turn.kept:
-            turn.kept[self] = Frequencies(turn.layout, self.k, self.chunk, device)
-        return turn.kept[self]  # type: ignore[no-any-return]
+    def _frequencies(self, context: ExchangeContext, device: torch.device) -> Frequencies:
+        if self not in context.kept:
+            context.kept[self] = Frequencies(context.layout, self.k, self.chunk, device)
+        return context.kept[self]  # type: ignore[no-any-return]
 
     def _mean(self, rows: Tensor, frequencies: Frequencies) -> Tensor:
         total = torch.zeros(frequencies.num_elements, device=rows.device, dtype=torch.float32)
@@ -150,7 +151,7 @@ class Frequencies:
     def inverse(self, spectrum: Tensor) -> Tensor:
         return self._each(spectrum, lambda place, cosine: cosine.inverse(_rows(spectrum, place, cosine)))
 
-    def _each(self, like: Tensor, transform: Callable[[Place, ChunkedCosine], Tensor]) -> Tensor:
+    def _each(self, like: Tensor, transform: Callable[[TensorPlace, ChunkedCosine], Tensor]) -> Tensor:
         out = torch.empty_like(like)
         for place, cosine in self._tensors:
             out[place.start : place.stop] = transform(place, cosine).view(-1)
@@ -201,9 +202,5 @@ def largest(rows: Tensor, k: int) -> Tensor:
     return (rows.shape[1] - 1 - chosen).sort(dim=1).values
 
 
-def _rows(spectrum: Tensor, place: Place, cosine: ChunkedCosine) -> Tensor:
+def _rows(spectrum: Tensor, place: TensorPlace, cosine: ChunkedCosine) -> Tensor:
     return spectrum[place.start : place.stop].view(cosine.num_chunks, cosine.size)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

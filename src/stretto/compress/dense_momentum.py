@@ -20,10 +20,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from stretto.compress.checks import is_number
 from stretto.compress.codec import Compression
 from stretto.compress.exchange import bytes_of_sum
 from stretto.compress.layout import Layout
-from stretto.compress.rounds import Steps, Sum, Turn
+from stretto.compress.rounds import ExchangeContext, Steps, Sum
 from stretto.errors import ConfigurationError
 
 VELOCITY = "velocity"
@@ -44,11 +45,11 @@ class DenseMomentum(Compression):
     def __post_init__(self) -> None:
         check_momentum(self, self.momentum, self.nesterov, self.clip)
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        clip_each(values, turn, self.clip)
-        values.mul_(1.0 / turn.world_size)
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        clip_each(values, context, self.clip)
+        values.mul_(1.0 / context.world_size)
         values.copy_((yield Sum(values)))
-        shared = turn.state.shared
+        shared = context.state.shared
         u, next_u = shared.flat(VELOCITY), shared.next_flat(VELOCITY)
         if self.nesterov:
             torch.add(u, values, out=next_u).mul_(self.momentum)
@@ -61,20 +62,16 @@ class DenseMomentum(Compression):
         return bytes_of_sum(layout.num_elements, 4, rank, world_size, algorithm) if world_size > 1 else 0
 
 
-def clip_each(values: Tensor, turn: Turn, clip: float | None) -> None:
+def clip_each(values: Tensor, context: ExchangeContext, clip: float | None) -> None:
     """Cut each tensor's norm, in place, to clip / sqrt(P): the sum of P of them, in random directions, has the norm `clip`.
     Gradients come multiplied by this worker's weight, and so is the limit."""
     if clip is None:
         return
-    limit = clip * (turn.weight or 1.0) / math.sqrt(turn.world_size)
-    for place in turn.layout.places:
+    limit = clip * (context.weight or 1.0) / math.sqrt(context.world_size)
+    for place in context.layout.places:
         part = values[place.start : place.stop]
         norm = torch.linalg.vector_norm(part, dtype=torch.float64)
         part.mul_((limit / norm).clamp(max=1.0).float())
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_momentum(asked: Compression, momentum: Any, nesterov: Any, clip: Any) -> None:
@@ -87,7 +84,7 @@ def check_momentum(asked: Compression, momentum: Any, nesterov: Any, clip: Any) 
         raise ConfigurationError(
             f"{asked!r}: nesterov={nesterov!r} is neither True nor False.\nWrite nesterov=True for Nesterov's."
         )
-    if clip is not None and (not is_number(clip) or not 0 < clip < math.inf):
+    if clip is not None and (not is_number(clip) or clip <= 0):
         raise ConfigurationError(
             f"{asked!r}: clip={clip!r} is no norm to cut gradients to; that is a number above 0.\n"
             f"Write clip=1.0, or clip=None to leave gradients as they are."

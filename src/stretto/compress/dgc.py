@@ -35,12 +35,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.compress.backend import accelerated
+from stretto.compress.checks import is_count, is_number
 from stretto.compress.codec import Compression
-from stretto.compress.dense_momentum import OPTIMIZER, VELOCITY, DenseMomentum, check_momentum, clip_each, is_number
-from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_numba
+from stretto.compress.dense_momentum import OPTIMIZER, VELOCITY, DenseMomentum, check_momentum, clip_each
+from stretto.compress.exchange import checked_lengths
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.rounds import Gather, Steps, Turn
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import ExchangeContext, Gather, Steps
 from stretto.compress.run_length import decode_sparse, encode_sparse, max_bytes
 from stretto.compress.sampled_selection import select_largest
 from stretto.compress.state import Section
@@ -51,7 +53,7 @@ SMALL = 1024
 LARGEST = torch.finfo(torch.float32).max
 
 
-class Memory(NamedTuple):
+class Accumulators(NamedTuple):
     """What a worker keeps: `u` its momentum, `v` what it has not sent."""
 
     u: Tensor
@@ -99,46 +101,41 @@ class DGC(Compression):
     def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:
         return 0 if world_size == 1 else None
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
         if self.fraction == 1:
-            yield from self._dense().exchange(values, turn)
+            yield from self._dense().exchange(values, context)
             return
-        blocks, density = self._blocks_of(turn), self.density(turn.state.rounds)
+        blocks, density = self._blocks_of(context), self.density(context.state.rounds)
         most = [max(1, math.ceil(density * n)) for n in blocks.lengths.tolist()]
-        clip_each(values, turn, self.clip)
-        memory = accumulate(values, turn.state.own, self.momentum, self.nesterov)
-        payload = take_largest(memory, blocks, most, turn.draw, self.masking)
+        clip_each(values, context, self.clip)
+        kept = accumulate(values, context.state.own, self.momentum, self.nesterov)
+        payload = take_largest(kept, blocks, most, context.random, self.masking)
         told = yield Gather(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))
-        lengths = _checked(told.flatten().tolist(), max_bytes(blocks, most))
+        lengths = checked_lengths(told.flatten().tolist(), max_bytes(blocks, most), "DGC")
         rows = yield Gather(torch.nn.functional.pad(payload, (0, max(lengths) - len(payload))))
         values.zero_()
         for rank, length in enumerate(lengths):
-            _add(rows[rank, :length], blocks, 1.0 / turn.world_size, values, rank)
+            _add(rows[rank, :length], blocks, 1.0 / context.world_size, values, rank)
 
     def _dense(self) -> DenseMomentum:
         return DenseMomentum(self.momentum, self.nesterov, self.clip)
 
-    def _blocks_of(self, turn: Turn) -> Blocks:
-        if self not in turn.kept:
-            turn.kept[self] = turn.layout.whole()
-        return turn.kept[self]  # type: ignore[no-any-return]
+    def _blocks_of(self, context: ExchangeContext) -> Blocks:
+        if self not in context.kept:
+            context.kept[self] = context.layout.whole()
+        return context.kept[self]  # type: ignore[no-any-return]
 
 
-def accumulate(g: Tensor, own: Section, momentum: float, nesterov: bool) -> Memory:
-    """The memory that follows once this gradient is in it; it is written where the next round will find it."""
-    before = Memory(own.flat(VELOCITY), own.flat(ACCUMULATED))
-    after = Memory(own.next_flat(VELOCITY), own.next_flat(ACCUMULATED))
-    if g.device.type == "cpu" and has_numba():
-        from stretto.compress.kernels import dgc_cpu
-
-        kernel = dgc_cpu.accumulate_nesterov if nesterov else dgc_cpu.accumulate
-        kernel(*(x.numpy() for x in (g, *before, torch.tensor([momentum], dtype=torch.float32, device="cpu"), *after)))
-    else:
-        accumulate_reference(g, before, momentum, nesterov, after)
+def accumulate(g: Tensor, own: Section, momentum: float, nesterov: bool) -> Accumulators:
+    """What follows once this gradient is in it, written where the next round will find it."""
+    before = Accumulators(own.flat(VELOCITY), own.flat(ACCUMULATED))
+    after = Accumulators(own.next_flat(VELOCITY), own.next_flat(ACCUMULATED))
+    write_accumulated(g, before, momentum, nesterov, after)
     return after
 
 
-def accumulate_reference(g: Tensor, before: Memory, momentum: float, nesterov: bool, after: Memory) -> None:
+@accelerated(cpu="dgc_cpu.accumulate")
+def write_accumulated(g: Tensor, before: Accumulators, momentum: float, nesterov: bool, after: Accumulators) -> None:
     if nesterov:
         torch.add(before.u, g, out=after.u).clamp_(-LARGEST, LARGEST).mul_(momentum)
     else:
@@ -149,26 +146,18 @@ def accumulate_reference(g: Tensor, before: Memory, momentum: float, nesterov: b
     after.v.clamp_(-LARGEST, LARGEST)
 
 
-def take_largest(memory: Memory, blocks: Blocks, most: list[int], draw: Draw, masking: bool) -> Tensor:
-    """Take the largest of v, at most `most[b]` of block b, out of the memory, and return them as a payload."""
+def take_largest(kept: Accumulators, blocks: Blocks, most: list[int], random: RandomKeys, masking: bool) -> Tensor:
+    """Take the largest of v, at most `most[b]` of block b, out of the kept, and return them as a payload."""
     bounds, keys = blocks.bounds.tolist(), blocks.keys.tolist()
-    chosen = [torch.empty(0, dtype=torch.int64, device=memory.v.device)]
+    chosen = [torch.empty(0, dtype=torch.int64, device=kept.v.device)]
     for start, stop, k, key in zip(bounds, bounds[1:], most, keys, strict=False):
-        chosen.append(select_largest(memory.v[start:stop], k, draw.own ^ key) + start)
+        chosen.append(select_largest(kept.v[start:stop], k, random.own ^ key) + start)
     positions = torch.cat(chosen)
-    payload = encode_sparse(positions, memory.v[positions], blocks)
-    memory.v[positions] = 0.0
+    payload = encode_sparse(positions, kept.v[positions], blocks)
+    kept.v[positions] = 0.0
     if masking:
-        memory.u[positions] = 0.0
+        kept.u[positions] = 0.0
     return payload
-
-
-def _checked(lengths: list[int], longest: int) -> list[int]:
-    """What others say of their payloads decides how much memory is taken: not more than a payload can need."""
-    for rank, length in enumerate(lengths):
-        if not 0 <= length <= longest:
-            raise FrameError(rank, f"DGC: it announces {length} bytes where at most {longest} can come")
-    return lengths
 
 
 def _add(payload: Tensor, blocks: Blocks, weight: float, total: Tensor, rank: int) -> None:
@@ -185,7 +174,7 @@ def _check_warm_up(densities: Any, rounds: Any) -> None:
             f"DGC(warm_up={densities!r}): these are the densities to begin with, a tuple of numbers above 0 and below 1.\n"
             f"Write warm_up=(0.25, 0.0625), or warm_up=() for none."
         )
-    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+    if not is_count(rounds):
         raise ConfigurationError(
             f"DGC(warm_up_rounds={rounds!r}): each density of the warm-up lasts a whole number of rounds, from 1.\n"
             f"Write the number of steps in an epoch, or warm_up=() for no warm-up."

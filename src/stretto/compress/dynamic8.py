@@ -25,10 +25,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_numba, runs_triton
+from stretto.compress import bits
+from stretto.compress.checks import is_count
+from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import ConfigurationError, MalformedPayload
 
 ZERO = 127  # the code of 0
@@ -40,14 +41,15 @@ NEVER = (1 << (SHIFT + 1)) - 1  # above all lower bits: a cell without a halfway
 
 
 @dataclass(frozen=True, slots=True)
-class Dynamic8(Codec):
+class Dynamic8(KernelCodec):
     """`block`: how many values share a scale."""
 
     block: int = 4096
     splits: ClassVar[bool] = True
+    encoder, decoder = with_kernels("dynamic8")
 
     def __post_init__(self) -> None:
-        if type(self.block) is not int or self.block < 1:
+        if not is_count(self.block):
             raise ConfigurationError(
                 f"Dynamic8(block={self.block!r}): a block has at least one value.\n"
                 f"Write how many share a scale: Dynamic8(block=4096)."
@@ -57,75 +59,21 @@ class Dynamic8(Codec):
         return layout.cut(lambda place: self.block)
 
     def num_bytes(self, blocks: Blocks) -> int:
-        return 4 * len(blocks) + blocks.num_elements
+        return bits.num_bytes(blocks, 8, 1)
 
-    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if runs_triton(values):
-            return _encode_on_gpu(values, blocks, residual=False)
-        if _has_kernel(values):
-            return self._encode_by_kernel(values, blocks, residual=False)
-        return torch.cat([part.view(torch.uint8) for part in encode_in_torch(values, blocks)])
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        new, numbers = bits.blank(blocks, 8, 1, values), blocks.numbers(values.device)
+        new.scales.zero_().scatter_reduce_(0, numbers, values.abs(), "amax")
+        # Divided, not multiplied by a reciprocal: of a scale below 2^-128 that is infinite.
+        quotients = values / torch.where(new.scales > 0, new.scales, 1.0)[numbers]
+        new.packed.copy_(torch.searchsorted(torch.tensor(halfway(), dtype=torch.float32, device=values.device), quotients))
+        return new.whole
 
-    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if runs_triton(payload):
-            out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
-            self._decode_on_gpu(payload, blocks, out, adding=False)
-            return out
-        scales, codes = self._parts(payload, blocks)
-        if not _has_kernel(payload):
-            return decode_in_torch(scales, codes, blocks)
-        from stretto.compress.kernels import dynamic8_cpu as kernels
-
-        out = blocks.memory.empty(len(codes), torch.float32, payload.device)
-        _refuse_if(not kernels.decode(scales.numpy().view("u4"), codes.numpy(), blocks.bounds.numpy(), out.numpy()))
-        return out
-
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if runs_triton(values):
-            return _encode_on_gpu(values, blocks, residual=True)
-        if _has_kernel(values):
-            return self._encode_by_kernel(values, blocks, residual=True)
-        payload = self.encode(values, blocks, draw)
-        values.sub_(self.decode(payload, blocks, draw))
-        return payload
-
-    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if runs_triton(payload):
-            self._decode_on_gpu(payload, blocks, total, adding=True)
-            return
-        scales, codes = self._parts(payload, blocks)
-        if not _has_kernel(payload):
-            total.add_(decode_in_torch(scales, codes, blocks))
-            return
-        from stretto.compress.kernels import dynamic8_cpu as kernels
-
-        _refuse_if(not kernels.add_decoded(scales.numpy().view("u4"), codes.numpy(), blocks.bounds.numpy(), total.numpy()))
-
-    def _parts(self, payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """Scales (float32) and codes (bytes)."""
-        self._check_length(payload, blocks)
-        split = 4 * len(blocks)
-        return payload[:split].clone().view(torch.float32), payload[split:]  # a copy: the payload may lie at an odd address
-
-    def _check_length(self, payload: Tensor, blocks: Blocks) -> None:
-        if len(payload) != self.num_bytes(blocks):
-            raise MalformedPayload(f"{len(payload)} bytes where {self.num_bytes(blocks)} must come")
-
-    def _decode_on_gpu(self, payload: Tensor, blocks: Blocks, out: Tensor, *, adding: bool) -> None:
-        from stretto.compress.kernels import dynamic8_cuda
-
-        self._check_length(payload, blocks)
-        _refuse_if(dynamic8_cuda.decode(payload, blocks, out, adding))
-
-    def _encode_by_kernel(self, values: Tensor, blocks: Blocks, *, residual: bool) -> Tensor:
-        from stretto.compress.kernels import dynamic8_cpu as kernels
-
-        payload = blocks.memory.empty(self.num_bytes(blocks), torch.uint8, values.device)
-        split = 4 * len(blocks)
-        scales, codes = payload[:split].numpy().view("u4"), payload[split:].numpy()
-        encode = kernels.encode_residual if residual else kernels.encode
-        encode(values.numpy().view("u4"), blocks.bounds.numpy(), scales, codes)
-        return payload
+    def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor:
+        _, scales, codes = bits.opened(payload, blocks, 8, 1)
+        spread, words = scales[blocks.numbers(codes.device)], scales.view(torch.int32)
+        refuse_if(bool(((words < 0) | (words > FINITE)).any()) or bool(((spread == 0) & (codes != ZERO)).any()))
+        return torch.tensor(table(), dtype=torch.float32, device=codes.device)[codes.long()] * spread
 
 
 @lru_cache(maxsize=1)
@@ -165,32 +113,6 @@ def cells() -> Cells:
     return Cells(entries.to(torch.int32), first, last)
 
 
-def encode_in_torch(values: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    numbers = blocks.numbers(values.device)
-    scales = torch.zeros(len(blocks), device=values.device, dtype=torch.float32).scatter_reduce_(0, numbers, values.abs(), "amax")
-    # Divided, not multiplied by a reciprocal: of a scale below 2^-128 that is infinite.
-    quotients = values / torch.where(scales > 0, scales, 1.0)[numbers]
-    codes = torch.searchsorted(torch.tensor(halfway(), dtype=torch.float32, device=values.device), quotients)
-    return scales, codes.to(torch.uint8)
-
-
-def decode_in_torch(scales: Tensor, codes: Tensor, blocks: Blocks) -> Tensor:
-    spread = scales[blocks.numbers(codes.device)]
-    bits = scales.view(torch.int32)
-    _refuse_if(bool(((bits < 0) | (bits > FINITE)).any()) or bool(((spread == 0) & (codes != ZERO)).any()))
-    return torch.tensor(table(), dtype=torch.float32, device=codes.device)[codes.long()] * spread
-
-
-def _refuse_if(malformed: bool) -> None:
+def refuse_if(malformed: bool) -> None:
     if malformed:
         raise MalformedPayload("a scale that is negative or not finite, or one of zero with codes that are not")
-
-
-def _has_kernel(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and has_numba()
-
-
-def _encode_on_gpu(values: Tensor, blocks: Blocks, *, residual: bool) -> Tensor:
-    from stretto.compress.kernels import dynamic8_cuda
-
-    return dynamic8_cuda.encode(values, blocks, residual)

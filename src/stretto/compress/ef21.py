@@ -8,7 +8,7 @@ On a fixed point e_i goes to g_i geometrically, at the contraction's rate, where
 compressed becomes small by itself.
 
 Invariant:  e = mean of e_i over the workers, up to rounding. In a two-phase exchange (a codec that splits, P > 2) the means are
-            compressed too, and the worker that combines a block keeps s, what of them was not said: e + s = mean of e_i. That is
+            compressed too, and the worker that combines a block keeps s, what they left out: e + s = mean of e_i. That is
             EF21-BC, compressed in both directions, and costs no more than error feedback does.
 Bytes:      as the codec alone: gathered (P - 1) L, two-phase 2 L (P - 1) / P for payloads of L bytes.
 Memory:     16 bytes per parameter (e_i and e, each with its successor until the round has ended well everywhere), two-phase
@@ -34,13 +34,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from stretto.compress.checks import is_number
 from stretto.compress.codec import Codec, Compression
-from stretto.compress.draw import mix
-from stretto.compress.error_feedback import combines_blocks
-from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange
+from stretto.compress.exchange import combines_blocks, exchange, feedback_of, refusal_with_feedback
 from stretto.compress.layout import Layout
-from stretto.compress.rounds import Steps, Turn, parts
-from stretto.compress.state import SERVER, Exported, State
+from stretto.compress.random_numbers import mix
+from stretto.compress.rounds import ExchangeContext, Steps, share_out
+from stretto.compress.state import SERVER, CompressionState, Exported
 from stretto.errors import ConfigurationError
 
 ESTIMATE, VELOCITY, MEAN = "estimate", "velocity", "mean_estimate"
@@ -62,7 +62,7 @@ class EF21(Compression):
         if (problem := _no_contraction(self.codec)) is not None:
             raise ConfigurationError(f"EF21({self.codec!r}): {problem}")
         for name, value in (("momentum", self.momentum), ("participation", self.participation)):
-            if not (_is_portion(value) or (value is None and name == "momentum")):
+            if not (is_number(value) and 0 < value <= 1) and not (value is None and name == "momentum"):  # type: ignore[operator]
                 raise ConfigurationError(
                     f"EF21({name}={value!r}): a number above 0, at most 1, is needed. Write EF21({self.codec!r}, {name}=0.5), or "
                     f"leave it out."
@@ -73,41 +73,33 @@ class EF21(Compression):
         return dataclasses.replace(self, codec=inner) if isinstance(inner, Codec) and not inner.lossless else inner
 
     def refusal(self, algorithm: str) -> str | None:
-        if self.codec.hop() is not None and algorithm in HOP_ALGORITHMS:
-            return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
-        return self.codec.refusal(algorithm)
+        return refusal_with_feedback(self.codec, algorithm)
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        own, shared = turn.state.own, turn.state.shared
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        own, shared = context.state.own, context.state.shared
         estimate, mean = own.flat(ESTIMATE), shared.flat(MEAN)
-        target = own.next_flat(ESTIMATE).copy_(self._target(values, turn))
-        memory = turn.blocks_of(self.codec).memory
-        residual = torch.sub(target, estimate, out=memory.empty(len(target), torch.float32, target.device))
-        yield from exchange(self.codec, values, turn, self._feedback(residual, turn))
+        target = own.next_flat(ESTIMATE).copy_(self._target(values, context))
+        pool = context.blocks_of(self.codec).pool
+        residual = torch.sub(target, estimate, out=pool.empty(len(target), torch.float32, target.device))
+        yield from exchange(self.codec, values, context, feedback_of(self.codec, residual, context))
         target.sub_(residual)  # what remains is e_i + c_i
         values.copy_(torch.add(mean, values, out=shared.next_flat(MEAN)))
 
-    def _target(self, values: Tensor, turn: Turn) -> Tensor:
+    def _target(self, values: Tensor, context: ExchangeContext) -> Tensor:
         """What the estimate is to become: the gradient, or its running mean; or what it is, if this worker does not take part."""
-        own = turn.state.own
-        if mix(turn.draw.own ^ COIN) >= self.participation * 2**32:
+        own = context.state.own
+        if mix(context.random.own ^ COIN) >= self.participation * 2**32:
             return own.flat(ESTIMATE)
         if self.momentum is None:
             return values
         weight = self.momentum if bool(own.flat(VELOCITY).any()) else 1.0  # the first one that this worker has
         return torch.lerp(own.flat(VELOCITY), values, weight, out=own.next_flat(VELOCITY))
 
-    def _feedback(self, residual: Tensor, turn: Turn) -> Feedback:
-        if not combines_blocks(self.codec, turn.world_size):
-            return Feedback(residual)
-        own, mine = turn.state.own, turn.parts_of(self.codec)[turn.rank]
-        return Feedback(residual, own.flat(SERVER, mine.start, mine.stop), own.next_flat(SERVER))
-
-    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
-        """Of the means this worker may have kept blocks that it no longer combines: what was not said of them is taken off its
-        own estimate, P times, for a P-th of that reaches the mean. Then it is said as part of the next difference."""
+    def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+        """The second residual of blocks that this worker no longer combines is taken off its own estimate, P times, for a P-th of
+        that reaches the mean. Then it is sent as part of the next difference."""
         if combines_blocks(self.codec, world_size):
-            mine = parts(self.codec.blocks(state.layout), world_size)[rank]
+            mine = share_out(self.codec.blocks(state.layout), world_size)[rank]
             state.own.flat(SERVER, mine.start, mine.stop)
         elif any(SERVER in kinds for kinds in own.values()):
             state.own.flat(SERVER, 0, 0)
@@ -138,7 +130,3 @@ def _no_contraction(codec: object) -> str | None:
             f"Write {codec!r} alone, or EF21 around a codec that saves more: EF21(TopK(0.01)), EF21(Sign())."
         )
     return None
-
-
-def _is_portion(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1

@@ -1,4 +1,4 @@
-"""Error feedback: what a payload did not say is said later.
+"""Error feedback: what a payload leaves out is sent later.
 
     p = g + e            what is to be sent: this round's gradient and what is left from before
     send C(p)            combined over workers by whatever exchange suits C
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from stretto.compress.codec import Codec, Compression
-from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange, uses_two_phases
+from stretto.compress.exchange import combines_blocks, exchange, feedback_of, refusal_with_feedback
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
-from stretto.compress.rounds import Steps, Turn, parts
-from stretto.compress.state import SERVER, Exported, State
+from stretto.compress.rounds import ExchangeContext, Steps, share_out
+from stretto.compress.state import SERVER, CompressionState, Exported
 from stretto.errors import ConfigurationError
 
 RESIDUAL = "residual"
@@ -36,7 +36,7 @@ RESIDUAL = "residual"
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback(Compression):
-    """`codec`: anything that is a contraction. One with a memory of its own (`DGC`, `DeMo`, `OneBitAdam`) needs no other."""
+    """`codec`: any contraction. One that keeps a residual by itself (`DGC`, `DeMo`, `OneBitAdam`) needs no other."""
 
     codec: Compression
     remembers: ClassVar[bool] = True
@@ -66,24 +66,17 @@ class ErrorFeedback(Compression):
         return "its residuals compare with the mean over all workers, also those without data"
 
     def refusal(self, algorithm: str) -> str | None:
-        if isinstance(self.codec, Codec) and self.codec.hop() is not None and algorithm in HOP_ALGORITHMS:
-            return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
-        return self.codec.refusal(algorithm)
+        return refusal_with_feedback(self.codec, algorithm) if isinstance(self.codec, Codec) else self.codec.refusal(algorithm)
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        own = turn.state.own
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        own = context.state.own
         residual = torch.add(values, own.flat(RESIDUAL), out=own.next_flat(RESIDUAL))
         if not isinstance(self.codec, Codec):
-            yield from _around(self.codec, values, residual, turn)
+            yield from _around(self.codec, values, residual, context)
             return
-        feedback = Feedback(residual)
-        if combines_blocks(self.codec, turn.world_size):
-            mine = turn.parts_of(self.codec)[turn.rank]
-            server = own.flat(SERVER, mine.start, mine.stop)
-            feedback = Feedback(residual, server, own.next_flat(SERVER))
-        yield from exchange(self.codec, values, turn, feedback)
+        yield from exchange(self.codec, values, context, feedback_of(self.codec, residual, context))
 
-    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+    def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
         if isinstance(self.codec, Codec):
             restore_feedback(self.codec, state, own, rank, world_size)
         else:
@@ -105,19 +98,19 @@ def _why_not(codec: object) -> str | None:
     return codec.no_residual
 
 
-def _around(codec: Compression, values: Tensor, residual: Tensor, turn: Turn) -> Steps:
-    """Of one that drives its own rounds (PowerSGD): what all of them combined is what was said, so the mean is conserved."""
+def _around(codec: Compression, values: Tensor, residual: Tensor, context: ExchangeContext) -> Steps:
+    """For a codec that drives its own rounds (PowerSGD): what was sent is what all of them combined, so the mean is conserved."""
     values.copy_(residual)
-    yield from codec.exchange(values, turn)
+    yield from codec.exchange(values, context)
     residual.sub_(values)
 
 
-def restore_feedback(codec: Codec, state: State, own: Exported, rank: int, world_size: int) -> None:
-    """Take up residuals. Of the server's, this worker may have kept blocks that it no longer combines: what they hold becomes
-    part of its own residual, P times, for a P-th of that reaches the mean."""
+def restore_feedback(codec: Codec, state: CompressionState, own: Exported, rank: int, world_size: int) -> None:
+    """Take up residuals. Blocks of the second residual that this worker no longer combines become part of its own residual, P
+    times, for a P-th of that reaches the mean."""
     first, last = 0, 0
     if combines_blocks(codec, world_size):
-        mine = parts(codec.blocks(state.layout), world_size)[rank]
+        mine = share_out(codec.blocks(state.layout), world_size)[rank]
         first, last = mine.start, mine.stop
         state.own.flat(SERVER, first, last)
     kept = {name: dict(own[name]) for name in (place.name for place in state.layout.places) if name in own}
@@ -133,8 +126,3 @@ def restore_feedback(codec: Codec, state: State, own: Exported, rank: int, world
         if first == last:
             del kept[place.name][SERVER]
     state.own.restore(kept, frozenset((RESIDUAL, SERVER)))
-
-
-def combines_blocks(codec: Codec, world_size: int) -> bool:
-    """Whether workers share the blocks out, and so keep a second residual."""
-    return codec.payload_dtype is None and uses_two_phases(codec, world_size)

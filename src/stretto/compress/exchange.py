@@ -13,11 +13,11 @@ times, where gathering encodes once: up to P = 2 gathering is as cheap and loses
 
 Payloads whose length depends on the values are gathered after their lengths (8 bytes each), padded to the longest.
 
-Memory:     what a round is computed in is kept for the next one (`kept_memory.py`) where it is 1 MiB or more: summed L, gathered
+Memory:     what a round is computed in is kept for the next one (`buffer_pool.py`) where it is 1 MiB or more: summed L, gathered
             (P + 1) L, two-phase L + (2 L + 4 n) / P bytes. Not kept: payloads whose length depends on the values.
 
 References: two-phase: Tang et al., "1-bit Adam", ICML 2021, section 5 (there with one scale per worker and chunk). Departs from
-it: chunks are whole blocks, so what is computed does not depend on who computes it.
+it: chunks are whole blocks, so what is computed does not depend on which worker computes it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from stretto.collectives import catalogue
 from stretto.collectives.message_codec import MessageCodec
 from stretto.collectives.plan import Kind
 from stretto.collectives.schedule import Action, compile_plan
-from stretto.compress.draw import Draw
-from stretto.compress.kept_memory import KeptMemory
+from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.layout import Blocks
-from stretto.compress.rounds import Gather, Steps, Sum, SumInHops, Transpose, Turn, parts
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import ExchangeContext, Gather, Steps, Sum, SumInHops, Transpose, share_out
+from stretto.compress.state import SERVER
 from stretto.errors import FrameError, MalformedPayload
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ HOP_ALGORITHMS = ("ring", "halving_doubling")
 
 
 class Feedback(NamedTuple):
-    """The memory of error feedback in one round. `residual`: on entry what is to be sent, on return what was not.
+    """The residuals of error feedback in one round. `residual`: on entry what is to be sent, on return what was not.
 
     `server`: the part of the second phase's residual that this worker keeps (its own blocks), and `next_server` its successor.
     """
@@ -55,112 +56,132 @@ class Feedback(NamedTuple):
     next_server: Tensor | None = None
 
 
-def exchange(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None = None) -> Steps:
-    """Replace `values` by the mean over workers of what their payloads say. With `feedback`, its residual is what is encoded."""
+def exchange(codec: Codec, values: Tensor, context: ExchangeContext, feedback: Feedback | None = None) -> Steps:
+    """Replace `values` by the mean over workers of their decoded payloads. With `feedback`, its residual is what is encoded."""
     if codec.payload_dtype is not None:
-        yield from _summed(codec, values, turn, feedback)
-    elif turn.algorithm in HOP_ALGORITHMS and codec.hop() is not None and turn.world_size > 1:
+        yield from _summed(codec, values, context, feedback)
+    elif context.algorithm in HOP_ALGORITHMS and codec.hop() is not None and context.world_size > 1:
         assert feedback is None
-        yield from _in_hops(codec, values, turn)
-    elif uses_two_phases(codec, turn.world_size):
-        yield from _two_phase(codec, values, turn, feedback)
+        yield from _in_hops(codec, values, context)
+    elif uses_two_phases(codec, context.world_size):
+        yield from _two_phase(codec, values, context, feedback)
     else:
-        yield from _gathered(codec, values, turn, feedback)
+        yield from _gathered(codec, values, context, feedback)
+
+
+def feedback_of(codec: Codec, residual: Tensor, context: ExchangeContext) -> Feedback:
+    """What error feedback gives to the exchange of this round, from the worker's own state and back into it."""
+    if not combines_blocks(codec, context.world_size):
+        return Feedback(residual)
+    own, mine = context.state.own, context.shares_of(codec)[context.rank]
+    return Feedback(residual, own.flat(SERVER, mine.start, mine.stop), own.next_flat(SERVER))
+
+
+def combines_blocks(codec: Codec, world_size: int) -> bool:
+    """Whether workers share the blocks out, and so keep a second residual."""
+    return codec.payload_dtype is None and uses_two_phases(codec, world_size)
+
+
+def refusal_with_feedback(codec: Codec, algorithm: str) -> str | None:
+    """Why error feedback around the codec does not go with this all-reduce, or None."""
+    if codec.hop() is not None and algorithm in HOP_ALGORITHMS:
+        return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
+    return codec.refusal(algorithm)
 
 
 def uses_two_phases(codec: Codec, world_size: int) -> bool:
     return codec.splits and world_size > 2
 
 
-def _summed(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None) -> Steps:
+def _summed(codec: Codec, values: Tensor, context: ExchangeContext, feedback: Feedback | None) -> Steps:
     """Divided by P before, not after: a sum of P half-precision numbers may be too large for one."""
-    blocks, size = turn.blocks_of(codec), turn.world_size
+    blocks, size = context.blocks_of(codec), context.world_size
     codec = codec.among(size)
     source = values if feedback is None else feedback.residual
     source.mul_(1.0 / size)
-    payload = _encode(codec, source, blocks, turn.draw, feedback)
+    payload = _encode(codec, source, blocks, context.random, feedback)
     if feedback is not None:
         source.mul_(size)
     assert codec.payload_dtype is not None
     total = yield Sum(payload.view(codec.payload_dtype))
-    codec.add_decoded(total.view(torch.uint8), blocks, turn.draw, values.zero_())
+    codec.add_decoded(total.view(torch.uint8), blocks, context.random, values.zero_())
 
 
-def _in_hops(codec: Codec, values: Tensor, turn: Turn) -> Steps:
+def _in_hops(codec: Codec, values: Tensor, context: ExchangeContext) -> Steps:
     hop = codec.hop()
     assert hop is not None
     values.copy_((yield SumInHops(values, hop)))
-    values.mul_(1.0 / turn.world_size)
+    values.mul_(1.0 / context.world_size)
 
 
-def _gathered(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None) -> Steps:
-    blocks = turn.blocks_of(codec)
-    payload = _encode(codec, values if feedback is None else feedback.residual, blocks, turn.draw, feedback)
-    lengths, table = [len(payload)] * turn.world_size, None
+def _gathered(codec: Codec, values: Tensor, context: ExchangeContext, feedback: Feedback | None) -> Steps:
+    blocks = context.blocks_of(codec)
+    payload = _encode(codec, values if feedback is None else feedback.residual, blocks, context.random, feedback)
+    lengths, table = [len(payload)] * context.world_size, None
     if codec.num_bytes(blocks) is None:  # other lengths in every round: not worth keeping
         told = yield Gather(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))
-        lengths = _checked(told.flatten().tolist(), codec, blocks)
+        lengths = checked_lengths(told.flatten().tolist(), codec.max_bytes(blocks), repr(codec))
         payload = functional.pad(payload, (0, max(lengths) - len(payload)))
     else:
-        table = blocks.memory.empty((turn.world_size, len(payload)), torch.uint8, payload.device)
+        table = blocks.pool.empty((context.world_size, len(payload)), torch.uint8, payload.device)
     rows = yield Gather(payload, table)
     values.zero_()
     for rank, length in enumerate(lengths):
-        _add(codec, rows[rank, :length], blocks, turn.draw, values, rank)
-    values.mul_(1.0 / turn.world_size)
+        _add(codec, rows[rank, :length], blocks, context.random, values, rank)
+    values.mul_(1.0 / context.world_size)
 
 
-def _checked(lengths: list[int], codec: Codec, blocks: Blocks) -> list[int]:
-    """What others say of their payloads decides how much memory is taken: not more than a payload can need."""
+def checked_lengths(lengths: list[int], longest: int, name: str) -> list[int]:
+    """Announced lengths decide how much memory is taken: not more than a payload can need."""
     for rank, length in enumerate(lengths):
-        if not 0 <= length <= codec.max_bytes(blocks):
-            raise FrameError(rank, f"{codec!r}: it announces {length} bytes where at most {codec.max_bytes(blocks)} can come")
+        if not 0 <= length <= longest:
+            raise FrameError(rank, f"{name}: it announces {length} bytes where at most {longest} can come")
     return lengths
 
 
-def _two_phase(codec: Codec, values: Tensor, turn: Turn, feedback: Feedback | None) -> Steps:
-    shares, mine = turn.parts_of(codec), turn.parts_of(codec)[turn.rank]
+def _two_phase(codec: Codec, values: Tensor, context: ExchangeContext, feedback: Feedback | None) -> Steps:
+    shares, mine = context.shares_of(codec), context.shares_of(codec)[context.rank]
     lengths = [_length(codec, share.blocks) for share in shares]
     source = values if feedback is None else feedback.residual
-    memory = mine.blocks.memory
-    rows = memory.empty((turn.world_size, max(lengths)), torch.uint8, values.device)
+    pool = mine.blocks.pool
+    rows = pool.empty((context.world_size, max(lengths)), torch.uint8, values.device)
     for row, share, length in zip(rows, shares, lengths, strict=True):
-        row[:length] = _encode(codec, source[share.start : share.stop], share.blocks, turn.draw, feedback)
+        row[:length] = _encode(codec, source[share.start : share.stop], share.blocks, context.random, feedback)
         row[length:] = 0
     arrived = yield Transpose(rows)
-    total = memory.empty(mine.stop - mine.start, torch.float32, values.device).zero_()
-    for rank in range(turn.world_size):
-        _add(codec, arrived[rank, : lengths[turn.rank]], mine.blocks, turn.draw, total, rank)
-    total.mul_(1.0 / turn.world_size)
-    said = _encode_mean(codec, total, mine.blocks, turn.draw.again(), feedback)
-    combined = yield Gather(_padded(said, max(lengths), memory), rows)  # which everybody has read by now
+    total = pool.empty(mine.stop - mine.start, torch.float32, values.device).zero_()
+    for rank in range(context.world_size):
+        _add(codec, arrived[rank, : lengths[context.rank]], mine.blocks, context.random, total, rank)
+    total.mul_(1.0 / context.world_size)
+    encoded = _encode_mean(codec, total, mine.blocks, context.random.again(), feedback)
+    combined = yield Gather(_padded(encoded, max(lengths), pool), rows)  # which every worker has read by now
     for rank, (share, length) in enumerate(zip(shares, lengths, strict=True)):
         part = values[share.start : share.stop].zero_()
-        _add(codec, combined[rank, :length], share.blocks, turn.draw.again(), part, rank)
+        _add(codec, combined[rank, :length], share.blocks, context.random.again(), part, rank)
 
 
-def _encode(codec: Codec, values: Tensor, blocks: Blocks, draw: Draw, feedback: Feedback | None) -> Tensor:
-    return codec.encode(values, blocks, draw) if feedback is None else codec.encode_residual(values, blocks, draw)
+def _encode(codec: Codec, values: Tensor, blocks: Blocks, random: RandomKeys, feedback: Feedback | None) -> Tensor:
+    return codec.encode(values, blocks, random) if feedback is None else codec.encode_residual(values, blocks, random)
 
 
-def _encode_mean(codec: Codec, mean: Tensor, blocks: Blocks, draw: Draw, feedback: Feedback | None) -> Tensor:
+def _encode_mean(codec: Codec, mean: Tensor, blocks: Blocks, random: RandomKeys, feedback: Feedback | None) -> Tensor:
     if feedback is None or feedback.server is None or feedback.next_server is None:
-        return codec.encode(mean, blocks, draw)
+        return codec.encode(mean, blocks, random)
     torch.add(mean, feedback.server, out=feedback.next_server)
-    return codec.encode_residual(feedback.next_server, blocks, draw)
+    return codec.encode_residual(feedback.next_server, blocks, random)
 
 
-def _add(codec: Codec, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor, rank: int) -> None:
+def _add(codec: Codec, payload: Tensor, blocks: Blocks, random: RandomKeys, total: Tensor, rank: int) -> None:
     try:
-        codec.add_decoded(payload, blocks, draw, total)
+        codec.add_decoded(payload, blocks, random, total)
     except MalformedPayload as problem:
         raise FrameError(rank, f"{codec!r}: {problem}") from problem
 
 
-def _padded(payload: Tensor, length: int, memory: KeptMemory) -> Tensor:
+def _padded(payload: Tensor, length: int, pool: BufferPool) -> Tensor:
     if len(payload) == length:
         return payload
-    row = memory.empty(length, torch.uint8, payload.device)
+    row = pool.empty(length, torch.uint8, payload.device)
     row[: len(payload)] = payload
     row[len(payload) :] = 0
     return row
@@ -182,7 +203,7 @@ def bytes_sent(codec: Codec, blocks: Blocks, rank: int, world_size: int, algorit
     if algorithm in HOP_ALGORITHMS and (hop := codec.hop()) is not None:
         return _bytes_in_hops(hop, blocks.num_elements, rank, world_size, algorithm)
     if uses_two_phases(codec, world_size):
-        longest = max(_length(codec, share.blocks) for share in parts(blocks, world_size))
+        longest = max(_length(codec, share.blocks) for share in share_out(blocks, world_size))
         return 2 * (world_size - 1) * longest
     return (world_size - 1) * length
 

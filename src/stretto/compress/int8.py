@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import has_numba, runs_triton
+from stretto.compress import bits
+from stretto.compress.checks import is_count
+from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import ConfigurationError, MalformedPayload
 
 if TYPE_CHECKING:
@@ -49,15 +50,16 @@ PROBLEMS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(Codec):
+class Int8(KernelCodec):
     """`block`: how many values share a scale. `stochastic`: round at random, right in the mean."""
 
     block: int = 256
     stochastic: bool = False
     splits: ClassVar[bool] = True
+    encoder, decoder = with_kernels("int8")
 
     def __post_init__(self) -> None:
-        if type(self.block) is not int or self.block < 1:
+        if not is_count(self.block):
             raise ConfigurationError(
                 f"Int8(block={self.block!r}): a block has at least one value. Write how many share a scale: Int8(block=256)."
             )
@@ -65,7 +67,7 @@ class Int8(Codec):
             raise ConfigurationError(f"Int8(stochastic={self.stochastic!r}): it is a yes or a no. Write True or False.")
 
     @property
-    def unbiased(self) -> bool:  # type: ignore[override]  # of a class in general, of this one by its argument
+    def unbiased(self) -> bool:  # type: ignore[override]  # depends on the argument
         return self.stochastic
 
     @property
@@ -88,102 +90,29 @@ class Int8(Codec):
         return layout.cut(lambda place: self.block)
 
     def num_bytes(self, blocks: Blocks) -> int:
-        return 4 * len(blocks) + blocks.num_elements
+        return bits.num_bytes(blocks, 8, 1)
 
-    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if runs_triton(values):
-            return self._encode_on_gpu(values, blocks, draw, residual=False)
-        if _has_kernel(values):
-            return self._encode_by_kernel(values, blocks, draw, residual=False)
-        uniform = draw.uniform(blocks, draw.own, values.device) if self.stochastic else None
-        return torch.cat([part.view(torch.uint8) for part in encode_in_torch(values, blocks, uniform)])
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        new, numbers = bits.blank(blocks, 8, 1, values), blocks.numbers(values.device)
+        largest = torch.zeros_like(new.scales).scatter_reduce_(0, numbers, values.abs(), "amax")
+        new.scales.copy_(scales_of(largest))
+        uniform = random.uniform(blocks, random.own, values.device) if self.stochastic else None
+        new.packed.copy_(codes_of(values, new.scales[numbers], uniform).view(torch.uint8))
+        return new.whole
 
-    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if runs_triton(payload):
-            return self._decode_on_gpu(payload, blocks, None)
-        scales, codes = self._parts(payload, blocks)
-        if not _has_kernel(payload):
-            return decode_in_torch(scales, codes, blocks)
-        from stretto.compress.kernels import int8_cpu as kernels
-
-        out = blocks.memory.empty(len(codes), torch.float32, payload.device)
-        refuse(kernels.decode(scales.numpy().view("u4"), codes.numpy(), blocks.bounds.numpy(), out.numpy()))
-        return out
-
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if runs_triton(values):
-            return self._encode_on_gpu(values, blocks, draw, residual=True)
-        if _has_kernel(values):
-            return self._encode_by_kernel(values, blocks, draw, residual=True)
-        payload = self.encode(values, blocks, draw)
-        values.sub_(self.decode(payload, blocks, draw))
-        return payload
-
-    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if runs_triton(payload):
-            self._decode_on_gpu(payload, blocks, total)
-            return
-        scales, codes = self._parts(payload, blocks)
-        if not _has_kernel(payload):
-            total.add_(decode_in_torch(scales, codes, blocks))
-            return
-        from stretto.compress.kernels import int8_cpu as kernels
-
-        refuse(kernels.add_decoded(scales.numpy().view("u4"), codes.numpy(), blocks.bounds.numpy(), total.numpy()))
-
-    def _parts(self, payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """Scales (float32) and codes (bytes)."""
-        if len(payload) != self.num_bytes(blocks):
-            raise MalformedPayload(f"{len(payload)} bytes where {self.num_bytes(blocks)} must come")
-        split = 4 * len(blocks)
-        return payload[:split].clone().view(torch.float32), payload[split:]  # a copy: the payload may lie at an odd address
-
-    def _encode_by_kernel(self, values: Tensor, blocks: Blocks, draw: Draw, *, residual: bool) -> Tensor:
-        from stretto.compress.kernels import int8_cpu as kernels
-
-        payload = blocks.memory.empty(self.num_bytes(blocks), torch.uint8, values.device)
-        split = 4 * len(blocks)
-        scales, codes = payload[:split].numpy().view("u4"), payload[split:].numpy()
-        bits, bounds = values.numpy().view("u4"), blocks.bounds.numpy()
-        if self.stochastic:
-            kernels.encode_stochastic(bits, bounds, blocks.keys.numpy(), draw.own, scales, codes, residual)
-        else:
-            (kernels.encode_residual if residual else kernels.encode)(bits, bounds, scales, codes)
-        return payload
-
-    def _encode_on_gpu(self, values: Tensor, blocks: Blocks, draw: Draw, *, residual: bool) -> Tensor:
-        from stretto.compress.kernels import int8_cuda
-
-        return int8_cuda.encode(values, blocks, draw.own if self.stochastic else None, residual)
-
-    def _decode_on_gpu(self, payload: Tensor, blocks: Blocks, total: Tensor | None) -> Tensor:
-        from stretto.compress.kernels import int8_cuda
-
-        return int8_cuda.decode(payload, blocks, total)
-
-
-def encode_in_torch(values: Tensor, blocks: Blocks, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scales and codes (int8) of finite values. `uniform`: for each value a number in [0, 1) to round with at random, or None."""
-    numbers = blocks.numbers(values.device)
-    largest = torch.zeros(len(blocks), device=values.device, dtype=torch.float32).scatter_reduce_(
-        0, numbers, values.abs(), "amax"
-    )
-    scales = scales_of(largest)
-    return scales, codes_of(values, scales[numbers], uniform)
-
-
-def decode_in_torch(scales: Tensor, codes: Tensor, blocks: Blocks) -> Tensor:
-    numbers = blocks.numbers(codes.device)
-    check(scales, codes, scales[numbers])
-    return codes.view(torch.int8) * scales[numbers]
+    def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor:
+        _, scales, codes = bits.opened(payload, blocks, 8, 1)
+        spread = scales[blocks.numbers(codes.device)]
+        check(scales, codes, spread)
+        return codes.view(torch.int8) * spread
 
 
 def scales_of(largest: Tensor) -> Tensor:
     """From the largest magnitude of each block."""
     # Divided by a tensor: on a GPU torch multiplies by the reciprocal of a plain number, and the last bit may differ.
-    bits = (largest / torch.full_like(largest, 127.0)).view(torch.int32)
-    bits = ((bits + LOWER_BITS) & ~LOWER_BITS).clamp_(SMALLEST_SCALE, LARGEST_SCALE)
-    return torch.where(largest.view(torch.int32) > ALL_ZERO, bits, 0).view(torch.float32)
+    words = (largest / torch.full_like(largest, 127.0)).view(torch.int32)
+    words = ((words + LOWER_BITS) & ~LOWER_BITS).clamp_(SMALLEST_SCALE, LARGEST_SCALE)
+    return torch.where(largest.view(torch.int32) > ALL_ZERO, words, 0).view(torch.float32)
 
 
 def codes_of(values: Tensor, scales: Tensor, uniform: Tensor | None = None) -> Tensor:
@@ -198,9 +127,9 @@ def codes_of(values: Tensor, scales: Tensor, uniform: Tensor | None = None) -> T
 
 def check(scales: Tensor, codes: Tensor, spread: Tensor) -> None:
     """Refuse what no encoder writes. `spread`: for each code its scale."""
-    bits = scales.view(torch.int32)
-    in_range = (bits >= SMALLEST_SCALE) & (bits <= LARGEST_SCALE) & (bits & LOWER_BITS == 0)
-    refuse(1 if not bool((in_range | (bits == 0)).all()) else 0)
+    words = scales.view(torch.int32)
+    in_range = (words >= SMALLEST_SCALE) & (words <= LARGEST_SCALE) & (words & LOWER_BITS == 0)
+    refuse(1 if not bool((in_range | (words == 0)).all()) else 0)
     refuse(2 if bool((codes == 128).any()) else 0)
     refuse(3 if bool(((codes != 0) & (spread == 0)).any()) else 0)
 
@@ -208,7 +137,3 @@ def check(scales: Tensor, codes: Tensor, spread: Tensor) -> None:
 def refuse(problem: int) -> None:
     if problem:
         raise MalformedPayload(PROBLEMS[problem])
-
-
-def _has_kernel(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and has_numba()

@@ -20,12 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stretto.compress.int8 import check, codes_of, refuse, scales_of
-from stretto.compress.kernels.compiling import has_numba
+from stretto.compress.backend import accelerated
+from stretto.compress.int8 import check, codes_of, scales_of
 from stretto.errors import MalformedPayload
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
+CPU = torch.device("cpu")  # where hops are carried out
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,39 +39,17 @@ class Int8Hop:
         return 4 * -(-count // self.unit) + count
 
     def encode(self, values: Floats, out: Bytes) -> None:
-        if not has_numba():
-            out[:] = encode_in_torch(values, self.unit).numpy()
-            return
-        from stretto.compress.kernels import int8_cpu as kernels
-
-        kernels.encode_units(values.view(np.uint32), self.unit, out)
+        encode_units.on(CPU)(values, self.unit, out)
 
     def add(self, payload: Bytes | memoryview, values: Floats) -> None:
         """If it raises, `values` is of no use."""
-        incoming = self._checked(payload, values)
-        if not has_numba():
-            values += decode_in_torch(incoming, len(values), self.unit).numpy()
-            return
-        from stretto.compress.kernels import int8_cpu as kernels
-
-        refuse(kernels.add_units(incoming, self.unit, values))
+        add_units.on(CPU)(self._checked(payload, values), self.unit, values)
 
     def copy(self, payload: Bytes | memoryview, values: Floats) -> None:
-        incoming = self._checked(payload, values)
-        if not has_numba():
-            values[:] = decode_in_torch(incoming, len(values), self.unit).numpy()
-            return
-        from stretto.compress.kernels import int8_cpu as kernels
-
-        refuse(kernels.copy_units(incoming, self.unit, values))
+        copy_units.on(CPU)(self._checked(payload, values), self.unit, values)
 
     def settle(self, values: Floats) -> None:
-        if not has_numba():
-            values[:] = decode_in_torch(encode_in_torch(values, self.unit).numpy(), len(values), self.unit).numpy()
-            return
-        from stretto.compress.kernels import int8_cpu as kernels
-
-        kernels.settle_units(values.view(np.uint32), self.unit)
+        settle_units.on(CPU)(values, self.unit)
 
     def _checked(self, payload: Bytes | memoryview, values: Floats) -> Bytes:
         incoming = np.frombuffer(payload, np.uint8)
@@ -96,3 +75,23 @@ def decode_in_torch(payload: Bytes, count: int, unit: int) -> Tensor:
     scales, codes = rows[:, :4].flatten().view(torch.float32).unsqueeze(1), rows[:, 4:].contiguous()
     check(scales, codes, scales.expand(codes.shape))
     return (codes.view(torch.int8) * scales).flatten()[:count]
+
+
+@accelerated(cpu="int8_cpu.encode_units")
+def encode_units(values: Floats, unit: int, out: Bytes) -> None:
+    out[:] = encode_in_torch(values, unit).numpy()
+
+
+@accelerated(cpu="int8_cpu.add_units")
+def add_units(payload: Bytes, unit: int, values: Floats) -> None:
+    values += decode_in_torch(payload, len(values), unit).numpy()
+
+
+@accelerated(cpu="int8_cpu.copy_units")
+def copy_units(payload: Bytes, unit: int, values: Floats) -> None:
+    values[:] = decode_in_torch(payload, len(values), unit).numpy()
+
+
+@accelerated(cpu="int8_cpu.settle_units")
+def settle_units(values: Floats, unit: int) -> None:
+    values[:] = decode_in_torch(encode_in_torch(values, unit).numpy(), len(values), unit).numpy()

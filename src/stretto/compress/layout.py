@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.compress.kept_memory import KeptMemory
+from stretto.compress.buffer_pool import BufferPool
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """One tensor: `name`, where it begins, and its shape as it lies in memory: the outermost dimension first.
 
     `order`: which of the tensor's own dimensions each of these is, where they lie otherwise (channels-last, transposed).
@@ -53,20 +53,20 @@ class Place:
 class Layout:
     """The tensors of one flat vector, in order, without gaps."""
 
-    places: tuple[Place, ...]
+    places: tuple[TensorPlace, ...]
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Sequence[int]]]) -> Layout:
-        """Of contiguous tensors."""
+        """For contiguous tensors."""
         return cls.in_memory((name, shape, None) for name, shape in named)
 
     @classmethod
     def in_memory(cls, named: Iterable[tuple[str, Sequence[int], tuple[int, ...] | None]]) -> Layout:
-        """(name, shape, order of its dimensions in memory) of each."""
+        """`named`: for each tensor its name, its shape and the order of its dimensions in memory."""
         places, start = [], 0
         for name, shape, order in named:
             lying = tuple(shape) if order is None else tuple(shape[dimension] for dimension in order)
-            places.append(Place(name, lying, start, order))
+            places.append(TensorPlace(name, lying, start, order))
             start = places[-1].stop
         return cls(tuple(places))
 
@@ -74,7 +74,7 @@ class Layout:
     def num_elements(self) -> int:
         return self.places[-1].stop if self.places else 0
 
-    def cut(self, length_of: Callable[[Place], int]) -> Blocks:
+    def cut(self, length_of: Callable[[TensorPlace], int]) -> Blocks:
         """Cut each tensor into blocks of `length_of(place)` elements, counted from its own beginning; the last may be shorter."""
         bounds, keys = [0], []
         for place in self.places:
@@ -96,16 +96,16 @@ class Blocks:
     """Where blocks begin and end: block b is elements bounds[b] to bounds[b + 1] - 1; there are no gaps and no empty blocks.
 
     `bounds` (B + 1) and `keys` (B) are int64 tensors on the CPU. `keys[b]` is a 32-bit number that says which part of which
-    tensor a block is, wherever it lies: random numbers depend on it and not on the bucket. `memory` is where payloads of these
+    tensor a block is, wherever it lies: random numbers depend on it and not on the bucket. `pool` is where payloads of these
     blocks, and what is decoded from them, are written: they are as long in every round.
     """
 
-    __slots__ = ("_copies", "bounds", "keys", "memory")
+    __slots__ = ("_copies", "bounds", "keys", "pool")
 
-    def __init__(self, bounds: Tensor, keys: Tensor, memory: KeptMemory | None = None) -> None:
+    def __init__(self, bounds: Tensor, keys: Tensor, pool: BufferPool | None = None) -> None:
         self.bounds = bounds
         self.keys = keys
-        self.memory = KeptMemory() if memory is None else memory
+        self.pool = BufferPool() if pool is None else pool
         self._copies: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -138,9 +138,9 @@ class Blocks:
         return self._copies[device]
 
     def part(self, first: int, last: int) -> Blocks:
-        """Blocks `first` to `last` - 1 alone, counted from zero again; their memory is that of all."""
+        """Blocks `first` to `last` - 1 alone, counted from zero again; their pool is that of all."""
         bounds = self.bounds[first : last + 1]
-        return Blocks(bounds - bounds[0], self.keys[first:last], self.memory)
+        return Blocks(bounds - bounds[0], self.keys[first:last], self.pool)
 
     def split(self, parts: int) -> list[tuple[int, int]]:
         """Share the blocks out, in order, as evenly in elements as whole blocks allow: (first, last + 1) for each part."""

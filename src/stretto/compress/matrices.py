@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Layout
 from stretto.compress.orthogonal import Shapes, cut
+from stretto.compress.random_numbers import RandomKeys
 
 
 class Matrix(NamedTuple):
@@ -85,10 +85,6 @@ class Matrices:
         """Each matrix with its P^T and its Q^T."""
         return zip(self.each, cut(left, self.lefts), cut(right, self.rights), strict=True)
 
-    def table(self) -> Any:
-        """Shapes as a kernel takes them."""
-        return torch.tensor([(m.r, m.a, m.b) for m in self.each], dtype=torch.int64, device="cpu").view(-1, 3).numpy()
-
 
 def _batches(each: Sequence[Matrix]) -> list[Batch]:
     alike: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
@@ -121,6 +117,6 @@ def _step(one: tuple[int, int, int], other: tuple[int, int, int]) -> tuple[int, 
 def first_q(m: Matrix) -> Tensor:
     """(r, b), normal with variance 1 / b: a function of the parameter's name, by Box and Muller's transformation."""
     half = -(-m.r * m.b // 2)
-    uniform = Draw().uniform(Layout.of([(m.name, (2 * half,))]).whole(), key=0).double()
+    uniform = RandomKeys().uniform(Layout.of([(m.name, (2 * half,))]).whole(), key=0).double()
     radius, angle = (-2.0 / m.b * torch.log1p(-uniform[:half])).sqrt(), 2.0 * math.pi * uniform[half:]
     return torch.cat((radius * angle.cos(), radius * angle.sin()))[: m.r * m.b].float().view(m.r, m.b)

@@ -9,7 +9,7 @@ Bits:       n + 64 per row. Layout: of all rows a_minus, a_plus (float32), then 
             short (depthwise convolutions, n x 1 matrices) nothing is gained over float32 or it is even longer; `Sign` cuts by
             length.
 Contraction: the two means are the best two numbers for these bits: |x - C(x)|^2 = |x|^2 - n_plus a_plus^2 - n_minus a_minus^2,
-            and at least 1/n of |x|^2 is said. Gaussian values: 0.637, as `Sign`; values with a mean far from 0 lose less than
+            and at least 1/n of |x|^2 is sent. Gaussian values: 0.637, as `Sign`; values with a mean far from 0 lose less than
             there.
 Biased: needs `ErrorFeedback`; the paper has it from the start.
 Invariant:  encoding what was decoded gives the same payload, up to the rounding of the means (sums are taken in float64 and
@@ -28,20 +28,20 @@ import torch
 from torch import Tensor
 
 from stretto.compress import bits
-from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import runs_triton
-from stretto.compress.layout import Blocks, Layout, Place
+from stretto.compress.codec import KernelCodec, with_kernels
+from stretto.compress.layout import Blocks, Layout, TensorPlace
+from stretto.compress.random_numbers import RandomKeys
 
 MEANS = 2  # float32 per row
 
 
 @dataclass(frozen=True, slots=True)
-class OneBit(Codec):
+class OneBit(KernelCodec):
     """Two means per row of each tensor; nothing to choose."""
 
     splits: ClassVar[bool] = True
     wants_feedback: ClassVar[bool] = True
+    encoder, decoder = with_kernels("one_bit")
 
     def blocks(self, layout: Layout) -> Blocks:
         return layout.cut(row_length)
@@ -49,76 +49,25 @@ class OneBit(Codec):
     def num_bytes(self, blocks: Blocks) -> int:
         return bits.num_bytes(blocks, 1, MEANS)
 
-    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        return _encode(values, blocks, leave_residual=False)
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        new = bits.blank(blocks, 1, MEANS, values)
+        below = values < 0
+        num_below = bits.sums(below, blocks)
+        num_above = blocks.lengths.to(values.device) - num_below
+        new.scales[0::2] = (bits.sums(values * below, blocks) / num_below.clamp(min=1)).float()
+        new.scales[1::2] = (bits.sums(values * ~below, blocks) / num_above.clamp(min=1)).float()
+        new.packed.copy_(bits.pack((~below).to(torch.uint8), blocks, 1))
+        return new.whole
 
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        return _encode(values, blocks, leave_residual=True)
-
-    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if not (bits.runs_compiled(payload) or runs_triton(payload)):
-            return decode(payload, blocks)
-        out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
-        _decode(payload, blocks, out, adding=False)
-        return out
-
-    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if bits.runs_compiled(payload) or runs_triton(payload):
-            _decode(payload, blocks, total, adding=True)
-        else:
-            total.add_(decode(payload, blocks))
+    def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor:
+        _, means, packed = bits.opened(payload, blocks, 1, MEANS)
+        below, above = means[0::2], means[1::2]
+        if not (means.isfinite().all() and (below <= 0).all() and (above >= 0).all()):
+            bits.check(bits.BAD_SCALE)
+        above_zero = bits.unpack(packed, blocks, 1).bool()
+        rows = blocks.numbers(payload.device)
+        return torch.where(above_zero, above[rows], below[rows])
 
 
-def row_length(place: Place) -> int:
+def row_length(place: TensorPlace) -> int:
     return place.size // place.shape[0] if len(place.shape) > 1 and place.size else place.size
-
-
-def _encode(values: Tensor, blocks: Blocks, leave_residual: bool) -> Tensor:
-    if runs_triton(values):
-        from stretto.compress.kernels import one_bit_cuda
-
-        return one_bit_cuda.encode(values, blocks, leave_residual)
-    if not bits.runs_compiled(values):
-        payload = encode(values, blocks)
-        if leave_residual:
-            values.sub_(decode(payload, blocks))
-        return payload
-    from stretto.compress.kernels import one_bit_cpu
-
-    new = bits.blank(blocks, 1, MEANS, values)
-    one_bit_cpu.encode(values.numpy(), blocks.bounds.numpy(), new.scales.numpy(), new.packed.numpy(), leave_residual)
-    return new.whole
-
-
-def _decode(payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-    if runs_triton(payload):
-        from stretto.compress.kernels import one_bit_cuda
-
-        bits.check(one_bit_cuda.decode(payload, blocks, out, adding))
-        return
-    from stretto.compress.kernels import one_bit_cpu
-
-    _, means, packed = bits.opened(payload, blocks, 1, MEANS)
-    bits.check(one_bit_cpu.decode(packed.numpy(), blocks.bounds.numpy(), means.numpy(), out.numpy(), adding))
-
-
-def encode(values: Tensor, blocks: Blocks) -> Tensor:
-    """The reference."""
-    new = bits.blank(blocks, 1, MEANS, values)
-    below = values < 0
-    num_below = bits.sums(below, blocks)
-    num_above = blocks.lengths.to(values.device) - num_below
-    new.scales[0::2] = (bits.sums(values * below, blocks) / num_below.clamp(min=1)).float()
-    new.scales[1::2] = (bits.sums(values * ~below, blocks) / num_above.clamp(min=1)).float()
-    new.packed.copy_(bits.pack((~below).to(torch.uint8), blocks, 1))
-    return new.whole
-
-
-def decode(payload: Tensor, blocks: Blocks) -> Tensor:
-    _, means, packed = bits.opened(payload, blocks, 1, MEANS)
-    below, above = means[0::2], means[1::2]
-    if not (means.isfinite().all() and (below <= 0).all() and (above >= 0).all()):
-        bits.check(bits.BAD_SCALE)
-    above_zero = bits.unpack(packed, blocks, 1).bool()
-    rows = blocks.numbers(payload.device)
-    return torch.where(above_zero, above[rows], below[rows])

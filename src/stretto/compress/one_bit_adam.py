@@ -29,14 +29,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from stretto.compress.buffer_pool import BufferPool
+from stretto.compress.checks import is_count, is_number
 from stretto.compress.codec import Codec, Compression
-from stretto.compress.error_feedback import RESIDUAL, combines_blocks, restore_feedback
-from stretto.compress.exchange import HOP_ALGORITHMS, Feedback, exchange
-from stretto.compress.kept_memory import KeptMemory
+from stretto.compress.error_feedback import RESIDUAL, restore_feedback
+from stretto.compress.exchange import exchange, feedback_of, refusal_with_feedback
 from stretto.compress.layout import Layout
-from stretto.compress.rounds import Steps, Sum, Turn
+from stretto.compress.rounds import ExchangeContext, Steps, Sum
 from stretto.compress.sign import Sign
-from stretto.compress.state import SERVER, Exported, State
+from stretto.compress.state import SERVER, CompressionState, Exported
 from stretto.errors import ConfigurationError
 
 M, V = "m", "v"
@@ -59,16 +60,16 @@ class OneBitAdam(Compression):
     flat_kinds: ClassVar[frozenset[str]] = frozenset((M, V, RESIDUAL, SERVER))
 
     def __post_init__(self) -> None:
-        if isinstance(self.warm_up, bool) or not isinstance(self.warm_up, int) or self.warm_up < 1:
+        if not is_count(self.warm_up):
             raise ConfigurationError(
                 f"OneBitAdam(warm_up={self.warm_up!r}): without a round of Adam before it there is no variance to freeze.\n"
                 f"Write a number of rounds, 15 to 25 % of all: OneBitAdam(warm_up=1000)."
             )
-        if not isinstance(self.betas, tuple) or len(self.betas) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in self.betas):
+        if not isinstance(self.betas, tuple) or len(self.betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in self.betas):
             raise ConfigurationError(
                 f"OneBitAdam(betas={self.betas!r}): two numbers from 0 to below 1 are needed. Write betas=(0.9, 0.999)."
             )
-        if not _is_number(self.eps) or not self.eps > 0:
+        if not is_number(self.eps) or not self.eps > 0:
             raise ConfigurationError(f"OneBitAdam(eps={self.eps!r}): a finite number above 0 is needed. Write eps=1e-8.")
         if isinstance(self.codec, Codec) and (reason := self.codec.no_residual or self.codec.no_contraction) is not None:
             raise ConfigurationError(
@@ -81,51 +82,45 @@ class OneBitAdam(Compression):
             )
 
     def refusal(self, algorithm: str) -> str | None:
-        if self.codec.hop() is not None and algorithm in HOP_ALGORITHMS:
-            return f"{algorithm!r} encodes sums of several workers' values, whose error belongs to none of them"
-        return self.codec.refusal(algorithm)
+        return refusal_with_feedback(self.codec, algorithm)
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        if turn.state.rounds < self.warm_up:
-            yield from self._adam(values, turn)
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        if context.state.rounds < self.warm_up:
+            yield from self._adam(values, context)
         else:
-            yield from self._compressed(values, turn)
-        self._direct(values, turn)
+            yield from self._compressed(values, context)
+        self._direct(values, context)
 
-    def _adam(self, values: Tensor, turn: Turn) -> Steps:
-        shared, (b1, b2) = turn.state.shared, self.betas
+    def _adam(self, values: Tensor, context: ExchangeContext) -> Steps:
+        shared, (b1, b2) = context.state.shared, self.betas
         values.copy_((yield Sum(values)))
-        values.mul_(1.0 / turn.world_size)
+        values.mul_(1.0 / context.world_size)
         # Products are rounded before they are added: what is fused differs from one kind of processor to another.
-        product = self._memory(turn).empty(len(values), values.dtype, values.device)
+        product = self._pool(context).empty(len(values), values.dtype, values.device)
         torch.mul(shared.flat(M), b1, out=shared.next_flat(M)).add_(torch.mul(values, 1 - b1, out=product))
         torch.mul(values, values, out=product).mul_(1 - b2)
         variance = torch.mul(shared.flat(V), b2, out=shared.next_flat(V)).add_(product)
         variance.clamp_(max=torch.finfo(torch.float32).max)  # the square of a large gradient is infinite
 
-    def _compressed(self, values: Tensor, turn: Turn) -> Steps:
-        own, shared, b1 = turn.state.own, turn.state.shared, self.betas[0]
+    def _compressed(self, values: Tensor, context: ExchangeContext) -> Steps:
+        own, shared, b1 = context.state.own, context.state.shared, self.betas[0]
         residual = torch.add(own.flat(RESIDUAL), shared.flat(M), alpha=b1, out=own.next_flat(RESIDUAL)).add_(values, alpha=1 - b1)
-        feedback = Feedback(residual)
-        if combines_blocks(self.codec, turn.world_size):
-            mine = turn.parts_of(self.codec)[turn.rank]
-            feedback = Feedback(residual, own.flat(SERVER, mine.start, mine.stop), own.next_flat(SERVER))
-        yield from exchange(self.codec, values, turn, feedback)
+        yield from exchange(self.codec, values, context, feedback_of(self.codec, residual, context))
         shared.next_flat(M).copy_(values)
 
-    def _direct(self, values: Tensor, turn: Turn) -> None:
+    def _direct(self, values: Tensor, context: ExchangeContext) -> None:
         """values = the direction, from the moments that this round proposes."""
-        shared, (b1, b2), t, memory = turn.state.shared, self.betas, turn.state.rounds + 1, self._memory(turn)
+        shared, (b1, b2), t, pool = context.state.shared, self.betas, context.state.rounds + 1, self._pool(context)
         variance = shared.next_flat(V) if t <= self.warm_up else shared.flat(V)
-        scale = torch.sqrt(variance, out=memory.empty(len(values), values.dtype, values.device))
+        scale = torch.sqrt(variance, out=pool.empty(len(values), values.dtype, values.device))
         scale.div_(math.sqrt(1 - b2 ** min(t, self.warm_up))).add_(self.eps)
         torch.div(shared.next_flat(M), scale, out=values).div_(1 - b1**t)
-        values.masked_fill_(torch.eq(variance, 0.0, out=memory.empty(len(values), torch.bool, values.device)), 0.0)
+        values.masked_fill_(torch.eq(variance, 0.0, out=pool.empty(len(values), torch.bool, values.device)), 0.0)
 
-    def _memory(self, turn: Turn) -> KeptMemory:
-        return turn.blocks_of(self.codec).memory
+    def _pool(self, context: ExchangeContext) -> BufferPool:
+        return context.blocks_of(self.codec).pool
 
-    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+    def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
         new = [place.name for place in state.layout.places if V not in shared.get(place.name, {})]
         if new and shared and state.rounds >= self.warm_up:
             raise ConfigurationError(
@@ -138,7 +133,3 @@ class OneBitAdam(Compression):
     def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:
         """After the warm-up; in it, those of `NoCompression`."""
         return self.codec.bytes_sent(layout, rank, world_size, algorithm)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -25,39 +25,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.compress.kernels.compiling import has_numba, runs_triton
+from stretto.compress.backend import accelerated
 
 DEPENDENT = 1e-20  # of the squared length
 
 Shapes = tuple[tuple[int, int], ...]  # r vectors of n each, for every tensor
 
 
+@accelerated(cpu="low_rank_cpu.orthonormalise", cuda="orthogonal_cuda.orthonormalise")
 def orthonormalise(flat: Tensor, shapes: Shapes) -> Tensor:
-    """Of each tensor's r vectors, which lie one after the other in `flat` (float32), make orthonormal ones, in place.
+    """Make each tensor's r vectors, which lie one after the other in `flat` (float32), orthonormal, in place.
 
-    Returns a bool for each vector, in order: True if it is zero now.
+    Returns a bool for each vector, in order: True if it is zero now. Tensors with equally many vectors of about the same length
+    are done together.
     """
-    if flat.device.type == "cpu" and has_numba():
-        return _by_kernel(flat, shapes)
-    if runs_triton(flat):
-        from stretto.compress.kernels import orthogonal_cuda
-
-        return orthogonal_cuda.orthonormalise(flat, shapes)
-    return orthonormalise_reference(flat, shapes)
-
-
-def _by_kernel(flat: Tensor, shapes: Shapes) -> Tensor:
-    from stretto.compress.kernels import low_rank_cpu
-
-    lost = torch.zeros(sum(r for r, _ in shapes), dtype=torch.bool, device="cpu")
-    low_rank_cpu.orthonormalise(
-        flat.numpy(), torch.tensor(shapes, dtype=torch.int64, device="cpu").view(-1, 2).numpy(), lost.numpy()
-    )
-    return lost
-
-
-def orthonormalise_reference(flat: Tensor, shapes: Shapes) -> Tensor:
-    """In plain torch; tensors with equally many vectors of about the same length together."""
     views = list(cut(flat, shapes))
     lost = [torch.empty(0, dtype=torch.float32, device="cpu")] * len(views)
     for members in _alike(shapes):

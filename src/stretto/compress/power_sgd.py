@@ -27,21 +27,21 @@ References: Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019. Departs fro
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from stretto.compress.backend import accelerated
+from stretto.compress.checks import is_count, is_number
 from stretto.compress.codec import Compression
 from stretto.compress.exchange import bytes_of_sum
-from stretto.compress.kernels.compiling import has_numba
-from stretto.compress.layout import Layout, Place
+from stretto.compress.layout import Layout, TensorPlace
 from stretto.compress.matrices import Matrices, Matrix
 from stretto.compress.none import NoCompression
 from stretto.compress.orthogonal import cut, orthonormalise
-from stretto.compress.rounds import Steps, Sum, Turn
+from stretto.compress.rounds import ExchangeContext, Steps, Sum
 from stretto.errors import ConfigurationError
 
 Q = "q"
@@ -56,34 +56,33 @@ class PowerSGD(Compression):
     wants_feedback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+        if not is_count(self.rank):
             raise ConfigurationError(
                 f"PowerSGD(rank={self.rank!r}): the rank is the number of directions that are sent, a whole number from 1.\n"
                 f"Write PowerSGD(rank=4), or less for fewer bytes."
             )
-        number = isinstance(self.min_rate, int | float) and not isinstance(self.min_rate, bool)
-        if not number or not 0 <= self.min_rate < math.inf:
+        if not is_number(self.min_rate) or self.min_rate < 0:
             raise ConfigurationError(
                 f"PowerSGD(min_rate={self.min_rate!r}): the least factor by which a tensor must shrink is a number from 0.\n"
                 f"Write min_rate=2.0, or min_rate=0.0 to compress every matrix."
             )
 
     def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:
-        a, b = _sides(Place(name, shape, 0))
+        a, b = _sides(TensorPlace(name, shape, 0))
         r = min(self.rank, a, b)
         return self if len(shape) > 1 and r > 0 and a * b >= self.min_rate * r * (a + b) else NoCompression()
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        matrices = self._matrices_of(turn)
-        right = _remembered(matrices, turn)
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        matrices = self._matrices_of(context)
+        right = _remembered(matrices, context)
         left = torch.empty(sum(r * a for r, a in matrices.lefts), device=values.device, dtype=torch.float32)
         times_right(values, right, matrices, left)
         left = yield Sum(left)
         orthonormalise(left, matrices.lefts)
         times_left(values, left, matrices, right)
-        right = yield Sum(right.mul_(1.0 / turn.world_size))
+        right = yield Sum(right.mul_(1.0 / context.world_size))
         multiply(left, right, matrices, values)
-        _remember(right, matrices, turn)
+        _remember(right, matrices, context)
 
     def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int:
         if world_size == 1:
@@ -92,25 +91,25 @@ class PowerSGD(Compression):
         lengths = (sum(r * n for r, n in shapes) for shapes in (matrices.lefts, matrices.rights))
         return sum(bytes_of_sum(length, 4, rank, world_size, algorithm) for length in lengths)
 
-    def _matrices_of(self, turn: Turn) -> Matrices:
-        if self not in turn.kept:
-            turn.kept[self] = self._matrices(turn.layout)
-        return turn.kept[self]  # type: ignore[no-any-return]
+    def _matrices_of(self, context: ExchangeContext) -> Matrices:
+        if self not in context.kept:
+            context.kept[self] = self._matrices(context.layout)
+        return context.kept[self]  # type: ignore[no-any-return]
 
     def _matrices(self, layout: Layout) -> Matrices:
         sides = [(place, *_sides(place)) for place in layout.places if place.size]
         return Matrices(Matrix(place.name, place.start, min(self.rank, a, b), a, b) for place, a, b in sides)
 
 
-def _sides(place: Place) -> tuple[int, int]:
+def _sides(place: TensorPlace) -> tuple[int, int]:
     rows = place.shape[0] if place.shape else 1
     return rows, place.size // max(1, rows)
 
 
-def _remembered(matrices: Matrices, turn: Turn) -> Tensor:
+def _remembered(matrices: Matrices, context: ExchangeContext) -> Tensor:
     """All Q^T, one after the other, to be overwritten."""
-    device = turn.state.device
-    parts = [turn.state.shared.get(Q, m.name) for m in matrices.each]
+    device = context.state.device
+    parts = [context.state.shared.get(Q, m.name) for m in matrices.each]
     if not all(map(_is_usable, parts, matrices.rights)):
         first = cut(matrices.first(device), matrices.rights)
         parts = [q if _is_usable(q, (m.r, m.b)) else new for q, m, new in zip(parts, matrices.each, first, strict=True)]
@@ -121,58 +120,39 @@ def _is_usable(q: Tensor | None, shape: tuple[int, int]) -> bool:
     return q is not None and q.shape == shape  # not after a checkpoint of another rank
 
 
-def _remember(right: Tensor, matrices: Matrices, turn: Turn) -> None:
+def _remember(right: Tensor, matrices: Matrices, context: ExchangeContext) -> None:
     lost = orthonormalise(right, matrices.rights)
     if right.device.type != "cpu" or bool(lost.any()):  # to ask a GPU would be to wait for it
         spread = torch.repeat_interleave(lost, matrices.lengths(right.device), output_size=len(right))
         torch.where(spread, matrices.first(right.device), right, out=right)
     for m, q in zip(matrices.each, cut(right, matrices.rights), strict=True):
-        turn.state.shared.set_next(Q, m.name, q)
+        context.state.shared.set_next(Q, m.name, q)
 
 
+@accelerated(cpu="low_rank_cpu.times_right")
 def times_right(values: Tensor, right: Tensor, matrices: Matrices, left: Tensor) -> None:
     """Every M Q into `left`."""
-    if _has_kernels(values):
-        from stretto.compress.kernels import low_rank_cpu
-
-        low_rank_cpu.times_right(values.numpy(), right.numpy(), matrices.table(), left.numpy())
-        return
     for batch in matrices.batches:
         torch.bmm(batch.q(right), batch.m(values).mT, out=batch.p(left))
 
 
+@accelerated(cpu="low_rank_cpu.times_left")
 def times_left(values: Tensor, left: Tensor, matrices: Matrices, right: Tensor) -> None:
     """Every M^T P into `right`."""
-    if _has_kernels(values):
-        from stretto.compress.kernels import low_rank_cpu
-
-        low_rank_cpu.times_left(values.numpy(), left.numpy(), matrices.table(), right.numpy())
-        return
     for batch in matrices.batches:
         torch.bmm(batch.p(left), batch.m(values), out=batch.q(right))
 
 
+@accelerated(cpu="low_rank_cpu.multiply")
 def multiply(left: Tensor, right: Tensor, matrices: Matrices, out: Tensor) -> None:
-    """Every P Q^T into `out`. On a CPU with the same bits whatever its instructions are, which a BLAS does not promise."""
-    if _has_kernels(out):
-        from stretto.compress.kernels import low_rank_cpu
-
-        low_rank_cpu.multiply(left.numpy(), right.numpy(), matrices.table(), out.numpy())
-    elif out.device.type == "cpu":
-        multiply_reference(left, right, matrices, out)
-    else:
+    """Every P Q^T into `out`. On a CPU with the same bits whatever its instructions are, which a BLAS does not promise:
+    products are rounded before they are added, from the left."""
+    if out.device.type != "cpu":
         for batch in matrices.batches:
             torch.bmm(batch.p(left).mT, batch.q(right), out=batch.m(out))
-
-
-def multiply_reference(left: Tensor, right: Tensor, matrices: Matrices, out: Tensor) -> None:
-    """Products are rounded before they are added, from the left."""
+        return
     for m, p, q in matrices.factors(left, right):
         whole = m.of(out)
         torch.mul(p[0][:, None], q[0], out=whole)
         for k in range(1, m.r):
             whole.add_(p[k][:, None] * q[k])
-
-
-def _has_kernels(values: Tensor) -> bool:
-    return values.device.type == "cpu" and has_numba()

@@ -14,8 +14,8 @@ With error feedback: it adds nothing on average, and residuals may grow without 
             refused unless omega is below 1; with "max", where the largest value is exact, omega is at the worst
             (sqrt(1 + (d - 1) / s^2) - 1) / 2. For buckets of 512 that is 10.8, 3.3 and 1.2 with 2, 3 and 4 bits, which are
             refused, and 0.40, 0.12, 0.03 and 0.01 with 5 to 8. ("l2": 22.6, 7.5, 2.6 and 0.57, 0.13, 0.03, 0.01.)
-Invariant:  a value of 0 stays 0, no sign changes, no level is above s; numbers are drawn by element and round (`draw.py`),
-            whatever the buckets of parameters.
+Invariant:  a value of 0 stays 0, no sign changes, no level is above s; numbers are drawn by element and round, whatever the
+            buckets of parameters (`random_numbers.py`).
 Reference: Alistarh et al., "QSGD", NeurIPS 2017 (with "l2"; in practice it takes "max", as does the default here). Departs from
            it: fields of one width, where it codes levels by Elias: those are shorter for few levels and "l2", when most are 0,
            but their length depends on the values and they can only be read one after the other.
@@ -30,17 +30,17 @@ import torch
 from torch import Tensor
 
 from stretto.compress import bits as packing
-from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import runs_triton
+from stretto.compress.checks import is_count
+from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import ConfigurationError
 
 Norm = Literal["max", "l2"]
 
 
 @dataclass(frozen=True, slots=True)
-class QSGD(Codec):
+class QSGD(KernelCodec):
     """`bits` per value, sign included; `bucket`: how many values share a norm; `norm`: which."""
 
     bits: int = 4
@@ -48,14 +48,15 @@ class QSGD(Codec):
     norm: Norm = "max"
     splits: ClassVar[bool] = True
     unbiased: ClassVar[bool] = True
+    encoder, decoder = with_kernels("qsgd")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 2 <= self.bits <= 8:
+        if not is_count(self.bits, 2) or self.bits > 8:
             raise ConfigurationError(
                 f"QSGD(bits={self.bits!r}): a value has a sign and at least one bit of level, and no more than 8 bits.\n"
                 f"Write QSGD(bits=4) or any whole number from 2 to 8."
             )
-        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or self.bucket < 1:
+        if not is_count(self.bucket):
             raise ConfigurationError(
                 f"QSGD(bucket={self.bucket!r}): a bucket has a whole number of values, at least 1.\nWrite QSGD(bucket=512)."
             )
@@ -85,66 +86,24 @@ class QSGD(Codec):
     def num_bytes(self, blocks: Blocks) -> int:
         return packing.num_bytes(blocks, self.bits, 1)
 
-    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        return self._encode(values, blocks, draw, leave_residual=False)
-
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        return self._encode(values, blocks, draw, leave_residual=True)
-
-    def _encode(self, values: Tensor, blocks: Blocks, draw: Draw, leave_residual: bool) -> Tensor:
-        if runs_triton(values):
-            from stretto.compress.kernels import qsgd_cuda
-
-            return qsgd_cuda.encode(values, blocks, draw.own, self.bits, self.norm == "l2", leave_residual)
-        if not packing.runs_compiled(values):
-            payload = encode(values, blocks, draw, self.bits, self.norm)
-            if leave_residual:
-                values.sub_(decode(payload, blocks, self.bits))
-            return payload
-        from stretto.compress.kernels import qsgd_cpu
-
-        new, bounds, keys = packing.blank(blocks, self.bits, 1, values), blocks.bounds.numpy(), blocks.keys.numpy()
-        norms, packed, l2 = new.scales.numpy(), new.packed.numpy(), self.norm == "l2"
-        qsgd_cpu.encode(values.numpy(), bounds, keys, draw.own, self.bits, l2, norms, packed, leave_residual)
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        new = packing.blank(blocks, self.bits, 1, values)
+        new.scales.copy_(_norms(values, blocks, self.norm))
+        norms = new.scales[blocks.numbers(values.device)]
+        exact = values.abs() / torch.where(norms > 0, norms, 1.0) * (2 ** (self.bits - 1) - 1)
+        levels = exact.floor()
+        levels += random.uniform(blocks, random.own, values.device) < exact - levels
+        negative = (values < 0) & (levels > 0)
+        new.packed.copy_(packing.pack((2 * levels + negative).to(torch.uint8), blocks, self.bits))
         return new.whole
 
-    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if not (packing.runs_compiled(payload) or runs_triton(payload)):
-            return decode(payload, blocks, self.bits)
-        out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
-        self._decode(payload, blocks, out, adding=False)
-        return out
-
-    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if packing.runs_compiled(payload) or runs_triton(payload):
-            self._decode(payload, blocks, total, adding=True)
-        else:
-            total.add_(decode(payload, blocks, self.bits))
-
-    def _decode(self, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-        if runs_triton(payload):
-            from stretto.compress.kernels import qsgd_cuda
-
-            packing.check(qsgd_cuda.decode(payload, blocks, self.bits, out, adding))
-            return
-        from stretto.compress.kernels import qsgd_cpu
-
+    def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor:
         _, norms, packed = packing.opened(payload, blocks, self.bits, 1)
-        problem = qsgd_cpu.decode(packed.numpy(), blocks.bounds.numpy(), self.bits, norms.numpy(), out.numpy(), adding)
-        packing.check(problem)
-
-
-def encode(values: Tensor, blocks: Blocks, draw: Draw, bits: int, norm: Norm) -> Tensor:
-    """The reference."""
-    new = packing.blank(blocks, bits, 1, values)
-    new.scales.copy_(_norms(values, blocks, norm))
-    norms = new.scales[blocks.numbers(values.device)]
-    exact = values.abs() / torch.where(norms > 0, norms, 1.0) * (2 ** (bits - 1) - 1)
-    levels = exact.floor()
-    levels += draw.uniform(blocks, draw.own, values.device) < exact - levels
-    negative = (values < 0) & (levels > 0)
-    new.packed.copy_(packing.pack((2 * levels + negative).to(torch.uint8), blocks, bits))
-    return new.whole
+        packing.check_scales(norms)
+        fields = packing.unpack(packed, blocks, self.bits)
+        if (fields == 1).any():
+            packing.check(packing.BAD_FIELD)
+        return norms[blocks.numbers(payload.device)] * _parts_of_norm(self.bits).to(payload.device)[fields.long()]
 
 
 def _norms(values: Tensor, blocks: Blocks, norm: Norm) -> Tensor:
@@ -152,16 +111,6 @@ def _norms(values: Tensor, blocks: Blocks, norm: Norm) -> Tensor:
     if norm == "max":
         return packing.largest_magnitudes(values, blocks)
     return packing.sums(values.double().square(), blocks).sqrt().clamp(max=torch.finfo(torch.float32).max).float()
-
-
-def decode(payload: Tensor, blocks: Blocks, bits: int) -> Tensor:
-    _, norms, packed = packing.opened(payload, blocks, bits, 1)
-    if not (norms.isfinite() & (norms >= 0)).all():
-        packing.check(packing.BAD_SCALE)
-    fields = packing.unpack(packed, blocks, bits)
-    if (fields == 1).any():
-        packing.check(packing.BAD_FIELD)
-    return norms[blocks.numbers(payload.device)] * _parts_of_norm(bits).to(payload.device)[fields.long()]
 
 
 def _parts_of_norm(bits: int) -> Tensor:

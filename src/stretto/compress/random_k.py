@@ -2,8 +2,8 @@
 
     C(x)_i = x_i (n / k if `scaled`) if i is among the k chosen of its tensor's n, else 0;  k = max(1, ceil(fraction * n))
 
-Choice:     the first k of a permutation of 0 .. n-1, which is a function of the round (`draw.shared`) and of the tensor's key, so
-            nobody sends indices. Element j of the permutation is computed from j alone:
+Choice:     the first k of a permutation of 0 .. n-1, a function of the round (`random.shared`) and of the tensor's key, so nobody
+            sends indices. Element j of the permutation is computed from j alone:
 
                 (r, c) = (j div C, j mod C)                     a grid of R x C >= n places, R = ceil(sqrt n), C = ceil(n / R)
                 r += h0(c) mod R; c += h1(r) mod C; r += h2(c) mod R; c += h3(r) mod C          four Feistel rounds
@@ -11,7 +11,7 @@ Choice:     the first k of a permutation of 0 .. n-1, which is a function of the
                 place += offset mod n
 
             h_t(v) = mix(v + key_t) R / 2^32 (or C), offset = (key_4 div 2) n / 2^31, both rounded down, with
-            key_t = mix(mix(keys[b] xor shared) + (t+1) 0x9E3779B9) (`draw.py`).
+            key_t = mix(mix(keys[b] xor shared) + (t+1) 0x9E3779B9) (`random_numbers.py`).
             The offset makes every element's chance exactly k/n (to 2^-31) even where the grid is small and does not fit.
 Bytes:      4k for each tensor: float32, in order of the permutation; unordered, because sorting would cost more than it brings.
 Unscaled:   a contraction with delta = k / n in expectation; biased, needs `ErrorFeedback`.
@@ -32,9 +32,10 @@ import torch
 from torch import Tensor
 
 from stretto.compress import sparse_format
+from stretto.compress.backend import accelerated
 from stretto.compress.codec import Codec
-from stretto.compress.draw import GOLDEN, Draw, mix_tensor
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import GOLDEN, RandomKeys, mix_tensor
 from stretto.compress.sparse_format import Chosen
 from stretto.errors import ConfigurationError, MalformedPayload
 
@@ -79,56 +80,46 @@ class RandomK(Codec):
     def counts(self, blocks: Blocks) -> Tensor:
         return sparse_format.counts_of(self.fraction, blocks)
 
-    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         counts = self.counts(blocks)
-        return self._said(values, places(blocks, counts, draw, values.device), blocks, counts).view(torch.uint8)
+        return self._sent(values, places(blocks, counts, random, values.device), blocks, counts).view(torch.uint8)
 
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_residual(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         counts = self.counts(blocks)
-        where = places(blocks, counts, draw, values.device)
-        said = self._said(values, where, blocks, counts)
+        where = places(blocks, counts, random, values.device)
+        sent = self._sent(values, where, blocks, counts)
         if self.scaled:
-            values[where] = values[where] - said
+            values[where] = values[where] - sent
         else:
             sparse_format.erase(where, values)
-        return said.view(torch.uint8)
+        return sent.view(torch.uint8)
 
-    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        return sparse_format.spread(self._read(payload, blocks, draw), blocks.num_elements)
+    def decode(self, payload: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        return sparse_format.spread(self._read(payload, blocks, random), blocks.num_elements)
 
-    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        sparse_format.add(self._read(payload, blocks, draw), total)
+    def add_decoded(self, payload: Tensor, blocks: Blocks, random: RandomKeys, total: Tensor) -> None:
+        sparse_format.add(self._read(payload, blocks, random), total)
 
-    def _said(self, values: Tensor, where: Tensor, blocks: Blocks, counts: Tensor) -> Tensor:
+    def _sent(self, values: Tensor, where: Tensor, blocks: Blocks, counts: Tensor) -> Tensor:
         chosen = values[where]
         if not self.scaled:
             return chosen
         factors = torch.repeat_interleave((blocks.lengths / counts).float(), counts).to(values.device)
         return chosen.mul_(factors).clamp_(-LARGEST, LARGEST)
 
-    def _read(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Chosen:
+    def _read(self, payload: Tensor, blocks: Blocks, random: RandomKeys) -> Chosen:
         counts = self.counts(blocks)
         if len(payload) != 4 * int(counts.sum()):
             raise MalformedPayload(f"{len(payload)} bytes, not {4 * int(counts.sum())}")
-        said = sparse_format.words_of(payload).view(torch.float32)
-        if not bool(said.isfinite().all()):
+        sent = sparse_format.words_of(payload).view(torch.float32)
+        if not bool(sent.isfinite().all()):
             raise MalformedPayload("a value is not finite")
-        return Chosen(places(blocks, counts, draw, payload.device), said)
+        return Chosen(places(blocks, counts, random, payload.device), sent)
 
 
-def places(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> Tensor:
-    """The places of `counts[b]` elements of each block, drawn by `draw.shared`; distinct, in order of blocks, else unordered."""
-    if not sparse_format.kernels_run_on(device):
-        return places_reference(blocks, counts, draw, device)
-    from stretto.compress.kernels import sparse_cpu
-
-    rows, columns = grid(blocks.lengths)
-    out = torch.empty(int(counts.sum()), dtype=torch.int64, device="cpu")
-    bases = mix_tensor(blocks.keys ^ draw.shared).to(torch.int32)
-    sparse_cpu.draw(
-        blocks.bounds.numpy(), counts.numpy(), rows.numpy(), columns.numpy(), sparse_format.bits_of(bases), out.numpy()
-    )
-    return out
+def places(blocks: Blocks, counts: Tensor, random: RandomKeys, device: torch.device) -> Tensor:
+    """The places of `counts[b]` distinct elements of each block, drawn by `random.shared`; in order of blocks, else unordered."""
+    return draw_places.on(device)(blocks, counts, random, device)
 
 
 def grid(lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,12 +128,13 @@ def grid(lengths: Tensor) -> tuple[Tensor, Tensor]:
     return rows, (lengths + rows - 1) // rows
 
 
-def places_reference(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.device) -> Tensor:
+@accelerated(cpu="sparse_cpu.places")
+def draw_places(blocks: Blocks, counts: Tensor, random: RandomKeys, device: torch.device) -> Tensor:
     (bounds, block_keys), first = blocks.on(device), (counts.cumsum(0) - counts).to(device)
     blocks_of = torch.arange(len(blocks), device=device, dtype=torch.int64)
     numbers = torch.repeat_interleave(blocks_of, counts.to(device), output_size=int(counts.sum()))
     steps = GOLDEN * torch.arange(1, ROUNDS + 2, device=device, dtype=torch.int64)
-    keys = mix_tensor(mix_tensor(block_keys ^ draw.shared)[:, None] + steps)[numbers]
+    keys = mix_tensor(mix_tensor(block_keys ^ random.shared)[:, None] + steps)[numbers]
     lengths, starts = bounds.diff()[numbers], bounds[numbers]
     rows, columns = grid(lengths)
     at = permuted(torch.arange(len(numbers), device=device, dtype=torch.int64) - first[numbers], rows, columns, keys)
@@ -154,7 +146,7 @@ def places_reference(blocks: Blocks, counts: Tensor, draw: Draw, device: torch.d
 
 def permuted(at: Tensor, rows: Tensor, columns: Tensor, keys: Tensor) -> Tensor:
     row, column = at // columns, at % columns
-    for turn in range(0, ROUNDS, 2):
-        row = (row + (mix_tensor(column + keys[:, turn]) * rows >> 32)) % rows
-        column = (column + (mix_tensor(row + keys[:, turn + 1]) * columns >> 32)) % columns
+    for number in range(0, ROUNDS, 2):
+        row = (row + (mix_tensor(column + keys[:, number]) * rows >> 32)) % rows
+        column = (column + (mix_tensor(row + keys[:, number + 1]) * columns >> 32)) % columns
     return row * columns + column

@@ -1,6 +1,6 @@
-"""The rounds of an exchange as data: what a compression asks for, and whose turn it is.
+"""The rounds of an exchange as data: the collectives that a compression asks for, and what it needs to know of its round.
 
-A compression is a generator that yields collectives and is sent their results; who runs it decides how they are carried out.
+A compression is a generator that yields collectives and is sent their results; its caller decides how they are carried out.
 
     Sum(tensor)              -> the elementwise sum over workers, in place          any all-reduce
     Gather(row, into)        -> (P, len): row i is worker i's                        all rows have one length and dtype; `into`:
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from stretto.collectives.message_codec import MessageCodec
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.state import State
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.state import CompressionState
 
 if TYPE_CHECKING:
     from stretto.compress.codec import Codec
@@ -52,7 +52,7 @@ Collective = Sum | Gather | Transpose | SumInHops
 Steps = Generator[Collective, Tensor, None]
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """The blocks that one worker combines in a two-phase exchange: elements start to stop - 1."""
 
     start: int
@@ -61,31 +61,31 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class Turn:
-    """One bucket's turn in one round: who is here, what is remembered, which random numbers are drawn."""
+class ExchangeContext:
+    """What a compression needs to know for one bucket in one round: rank and world size, its state, its random numbers."""
 
     layout: Layout
-    state: State
-    draw: Draw = field(default_factory=Draw)
+    state: CompressionState
+    random: RandomKeys = field(default_factory=RandomKeys)
     rank: int = 0
     world_size: int = 1
     algorithm: str = "auto"  # the all-reduce that the strategy names
     kept: dict[Any, Any] = field(default_factory=dict)  # what is the same in every round of this bucket
-    weight: float = 1.0  # that this worker's values have been multiplied by
+    weight: float = 1.0  # this worker's values have been multiplied by it
 
     def blocks_of(self, codec: Codec) -> Blocks:
         if codec not in self.kept:
             self.kept[codec] = codec.blocks(self.layout)
         return self.kept[codec]  # type: ignore[no-any-return]
 
-    def parts_of(self, codec: Codec) -> list[Part]:
+    def shares_of(self, codec: Codec) -> list[Share]:
         """Whole blocks for each worker, as evenly as they can be shared out."""
         key = (codec, self.world_size)
         if key not in self.kept:
-            self.kept[key] = parts(self.blocks_of(codec), self.world_size)
+            self.kept[key] = share_out(self.blocks_of(codec), self.world_size)
         return self.kept[key]  # type: ignore[no-any-return]
 
 
-def parts(blocks: Blocks, world_size: int) -> list[Part]:
+def share_out(blocks: Blocks, world_size: int) -> list[Share]:
     bounds = blocks.bounds.tolist()
-    return [Part(bounds[a], bounds[b], blocks.part(a, b)) for a, b in blocks.split(world_size)]
+    return [Share(bounds[a], bounds[b], blocks.part(a, b)) for a, b in blocks.split(world_size)]

@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stretto.compress.draw import mix
-from stretto.compress.kernels.compiling import has_numba
+from stretto.compress.backend import accelerated
+from stretto.compress.random_numbers import mix
 
 SAMPLED, LEAST, LEAST_ABOVE = 0.01, 1024, 8
 ENOUGH, LOWER, TRIES = 0.8, 0.8, 10
@@ -52,24 +52,12 @@ def _largest_of(values: Tensor, positions: Tensor, k: int) -> Tensor:
     return positions[torch.topk(values[positions].abs(), k, sorted=False).indices.sort().values]
 
 
+@accelerated(cpu="dgc_cpu.count_at_least")
 def count_at_least(values: Tensor, threshold: Tensor) -> int:
-    if values.device.type == "cpu" and has_numba():
-        from stretto.compress.kernels import dgc_cpu
-
-        return int(dgc_cpu.count_at_least(values.numpy(), threshold.numpy()))
     return int(torch.count_nonzero((values.abs() >= threshold) & (values != 0)))
 
 
+@accelerated(cpu="dgc_cpu.at_least")
 def at_least(values: Tensor, threshold: Tensor) -> Tensor:
     """Where |value| >= threshold and the value is not zero."""
-    if values.device.type == "cpu" and has_numba():
-        from stretto.compress.kernels import dgc_cpu
-
-        found = torch.empty(count_at_least(values, threshold) + 1, dtype=torch.int64, device="cpu")
-        dgc_cpu.find_at_least(values.numpy(), threshold.numpy(), found.numpy())
-        return found[:-1]
-    return at_least_reference(values, threshold)
-
-
-def at_least_reference(values: Tensor, threshold: Tensor) -> Tensor:
     return ((values.abs() >= threshold) & (values != 0)).nonzero().flatten()

@@ -30,30 +30,31 @@ import torch
 from torch import Tensor
 
 from stretto.compress import bits, exchange
-from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import runs_triton
+from stretto.compress.checks import is_count
+from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.rounds import Steps, Turn
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import ExchangeContext, Steps
 from stretto.errors import ConfigurationError
 
 NO_MAGNITUDE = "a vote has no magnitude, so there is no difference from the gradient to feed back"
 
 
 @dataclass(frozen=True, slots=True)
-class Sign(Codec):
+class Sign(KernelCodec):
     """`block`: how many values share a scale. `vote`: send signs alone, and take the majority's."""
 
     block: int = 256
     vote: bool = False
     splits: ClassVar[bool] = True
+    encoder, decoder = with_kernels("sign")
 
     @property
     def wants_feedback(self) -> bool:  # type: ignore[override]  # a vote is a method of its own
         return not self.vote
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
+        if not is_count(self.block):
             raise ConfigurationError(
                 f"Sign(block={self.block!r}): a block has a whole number of values, at least 1.\n"
                 f"Write Sign(block=256), or fewer for scales that follow the values more closely (32 bits each)."
@@ -78,81 +79,35 @@ class Sign(Codec):
         return layout.cut(lambda place: self.block)
 
     def num_bytes(self, blocks: Blocks) -> int:
-        return bits.num_bytes(blocks, 1, self._scales)
+        return bits.num_bytes(blocks, 1, self.num_scales)
 
     @property
-    def _scales(self) -> int:
+    def num_scales(self) -> int:
+        """How many scales each block sends."""
         return 0 if self.vote else 1
 
-    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        return self._encode(values, blocks, leave_residual=False)
-
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_residual(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         if self.vote:
             raise ConfigurationError(f"ErrorFeedback({self!r}): {NO_MAGNITUDE}.\nWrite {self!r} alone, or ErrorFeedback(Sign()).")
-        return self._encode(values, blocks, leave_residual=True)
+        return KernelCodec.encode_residual(self, values, blocks, random)
 
-    def _encode(self, values: Tensor, blocks: Blocks, leave_residual: bool) -> Tensor:
-        if runs_triton(values):
-            from stretto.compress.kernels import sign_cuda
-
-            return sign_cuda.encode(values, blocks, not self.vote, leave_residual)
-        if not bits.runs_compiled(values):
-            payload = encode(values, blocks, self._scales)
-            if leave_residual:
-                values.sub_(decode(payload, blocks, self._scales))
-            return payload
-        from stretto.compress.kernels import sign_cpu
-
-        new = bits.blank(blocks, 1, self._scales, values)
-        sign_cpu.encode(values.numpy(), blocks.bounds.numpy(), new.scales.numpy(), new.packed.numpy(), leave_residual)
+    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
+        new = bits.blank(blocks, 1, self.num_scales, values)
+        if not self.vote:
+            new.scales.copy_(bits.sums(values.abs(), blocks) / blocks.lengths.to(values.device))
+        new.packed.copy_(bits.pack((values >= 0).to(torch.uint8), blocks, 1))
         return new.whole
 
-    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if not (bits.runs_compiled(payload) or runs_triton(payload)):
-            return decode(payload, blocks, self._scales)
-        out = blocks.memory.empty(blocks.num_elements, torch.float32, payload.device)
-        self._decode(payload, blocks, out, adding=False)
-        return out
+    def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor:
+        came = bits.opened(payload, blocks, 1, self.num_scales)
+        signs = bits.unpack(came.packed, blocks, 1).float() * 2 - 1
+        if self.vote:
+            return signs
+        bits.check_scales(came.scales)
+        return signs * came.scales[blocks.numbers(payload.device)]
 
-    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if bits.runs_compiled(payload) or runs_triton(payload):
-            self._decode(payload, blocks, total, adding=True)
-        else:
-            total.add_(decode(payload, blocks, self._scales))
-
-    def _decode(self, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-        if runs_triton(payload):
-            from stretto.compress.kernels import sign_cuda
-
-            bits.check(sign_cuda.decode(payload, blocks, not self.vote, out, adding))
-            return
-        from stretto.compress.kernels import sign_cpu
-
-        _, scales, packed = bits.opened(payload, blocks, 1, self._scales)
-        bits.check(sign_cpu.decode(packed.numpy(), blocks.bounds.numpy(), scales.numpy(), out.numpy(), adding))
-
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        """Of a vote: what is decoded adds up to votes for less votes against, so its sign is the majority's."""
-        yield from exchange.exchange(self, values, turn)
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        """Decoded votes add up to those for less those against, so the sign of the sum is the majority's."""
+        yield from exchange.exchange(self, values, context)
         if self.vote:
             torch.ge(values, 0.0, out=values).mul_(2.0).sub_(1.0)
-
-
-def encode(values: Tensor, blocks: Blocks, scales: int = 1) -> Tensor:
-    """The reference. `scales`: how many each block sends, 1 or 0."""
-    new = bits.blank(blocks, 1, scales, values)
-    if scales:
-        new.scales.copy_(bits.sums(values.abs(), blocks) / blocks.lengths.to(values.device))
-    new.packed.copy_(bits.pack((values >= 0).to(torch.uint8), blocks, 1))
-    return new.whole
-
-
-def decode(payload: Tensor, blocks: Blocks, scales: int = 1) -> Tensor:
-    came = bits.opened(payload, blocks, 1, scales)
-    signs = bits.unpack(came.packed, blocks, 1).float() * 2 - 1
-    if not scales:
-        return signs
-    if not (came.scales.isfinite() & (came.scales >= 0)).all():
-        bits.check(bits.BAD_SCALE)
-    return signs * came.scales[blocks.numbers(payload.device)]

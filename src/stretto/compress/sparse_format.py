@@ -18,20 +18,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.compress.draw import MASK
-from stretto.compress.kernels.compiling import has_numba
+from stretto.compress.backend import accelerated
+from stretto.compress.checks import is_number
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import MASK
 from stretto.errors import ConfigurationError, MalformedPayload
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
 
 COUNT, INDEX, PADDING, BITMAP, VALUE = PROBLEMS = (
     "a count is not what it must be",
@@ -47,6 +44,10 @@ class Chosen(NamedTuple):
 
     places: Tensor
     values: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.places.device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,14 +93,13 @@ def bitmap_bytes(lengths: Tensor) -> Tensor:
 
 
 def counts_of(fraction: float, blocks: Blocks) -> Tensor:
-    """max(1, ceil(fraction * n)) for each block, of the fraction as it is written: 7 of 100 for 0.07, where floats say 8."""
+    """max(1, ceil(fraction * n)) for each block, with the fraction as it is written: 7 of 100 for 0.07, where floats give 8."""
     over, under = Fraction(str(fraction)).as_integer_ratio()
     return torch.tensor([max(1, -(-n * over // under)) for n in blocks.lengths.tolist()], dtype=torch.int64, device="cpu")
 
 
 def checked_fraction(owner: str, fraction: Any) -> float:
-    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-    if not number or not 0 < fraction <= 1:
+    if not is_number(fraction) or not 0 < fraction <= 1:
         raise ConfigurationError(
             f"{owner}(fraction={fraction!r}): the share of elements that are sent is a number above 0 and up to 1.\n"
             f"Write {owner}(0.01) to send one in a hundred."
@@ -107,34 +107,55 @@ def checked_fraction(owner: str, fraction: Any) -> float:
     return float(fraction)
 
 
+@accelerated(cpu="sparse_cpu.write")
 def write(chosen: Chosen, form: Form) -> Tensor:
     """The payload for these elements: as many of each block as the form says."""
-    return _write_fast(chosen, form) if kernels_run_on(chosen.places.device) else write_reference(chosen, form)
+    places, values = chosen
+    device = places.device
+    bounds, _ = form.blocks.on(device)
+    bitmapped, numbers = form.bitmapped.to(device), _numbers(form, device)
+    counts = form.counts[~form.bitmapped].to(device)
+    indices = (places - bounds[numbers])[~bitmapped[numbers]]
+    sections = [counts.to(torch.int32), indices.to(torch.int32), values, _bitmaps(places, numbers, form, device)]
+    return torch.cat([section.view(torch.uint8) for section in sections])
 
 
+@accelerated(cpu="sparse_cpu.read")
 def read(payload: Tensor, form: Form) -> Chosen:
     """The reverse, on the payload's device. Raises `MalformedPayload` for what `write` does not write."""
+    check_length(payload, form)
+    device = payload.device
+    bounds, _ = form.blocks.on(device)
+    counts, indices, values, bitmaps = torch.split(payload, list(form.sections))
+    if not torch.equal(unsigned(counts), form.counts[~form.bitmapped].to(device)):
+        raise MalformedPayload(COUNT)
+    numbers, bitmapped = _numbers(form, device), form.bitmapped.to(device)
+    numbers, index = numbers[~bitmapped[numbers]], unsigned(indices)
+    listed = bounds[numbers] + index
+    if bool((index >= bounds.diff()[numbers]).any()) or bool((listed.diff() <= 0).any()):
+        raise MalformedPayload(INDEX)
+    places = torch.cat([listed, _places_in(bitmaps, form)]).sort().values
+    floats = words_of(values).view(torch.float32)
+    if not bool(floats.isfinite().all()):
+        raise MalformedPayload(VALUE)
+    return Chosen(places, floats)
+
+
+def check_length(payload: Tensor, form: Form) -> None:
     if len(payload) != form.num_bytes:
         raise MalformedPayload(f"{len(payload)} bytes, not {form.num_bytes}")
-    if kernels_run_on(payload.device):
-        return _read_fast(payload, form)
-    return read_reference(payload, form)
 
 
+@accelerated(cpu="sparse_cpu.add")
 def add(chosen: Chosen, total: Tensor) -> None:
     """Add the chosen elements to a vector."""
-    if kernels_run_on(total.device):
-        _kernels().add_at(total.numpy(), chosen.places.numpy(), chosen.values.numpy())
-    else:
-        total.index_add_(0, chosen.places, chosen.values)
+    total.index_add_(0, chosen.places, chosen.values)
 
 
+@accelerated(cpu="sparse_cpu.erase")
 def erase(places: Tensor, values: Tensor) -> None:
-    """Zero at these places: what is left when they have been said exactly."""
-    if kernels_run_on(values.device):
-        _kernels().erase_at(values.numpy(), places.numpy())
-    else:
-        values[places] = 0.0
+    """Zero at these places: the residual where values are sent exactly."""
+    values[places] = 0.0
 
 
 def spread(chosen: Chosen, num_elements: int) -> Tensor:
@@ -159,35 +180,6 @@ def unsigned(section: Tensor) -> Tensor:
 def bits_of(vector: Tensor) -> Any:
     """A float32 or int32 vector on the CPU as a numpy array of unsigned integers, in the same memory."""
     return vector.numpy().view(np.uint32)
-
-
-def write_reference(chosen: Chosen, form: Form) -> Tensor:
-    places, values = chosen
-    device = places.device
-    bounds, _ = form.blocks.on(device)
-    bitmapped, numbers = form.bitmapped.to(device), _numbers(form, device)
-    counts = form.counts[~form.bitmapped].to(device)
-    indices = (places - bounds[numbers])[~bitmapped[numbers]]
-    sections = [counts.to(torch.int32), indices.to(torch.int32), values, _bitmaps(places, numbers, form, device)]
-    return torch.cat([section.view(torch.uint8) for section in sections])
-
-
-def read_reference(payload: Tensor, form: Form) -> Chosen:
-    device = payload.device
-    bounds, _ = form.blocks.on(device)
-    counts, indices, values, bitmaps = torch.split(payload, list(form.sections))
-    if not torch.equal(unsigned(counts), form.counts[~form.bitmapped].to(device)):
-        raise MalformedPayload(COUNT)
-    numbers, bitmapped = _numbers(form, device), form.bitmapped.to(device)
-    numbers, index = numbers[~bitmapped[numbers]], unsigned(indices)
-    listed = bounds[numbers] + index
-    if bool((index >= bounds.diff()[numbers]).any()) or bool((listed.diff() <= 0).any()):
-        raise MalformedPayload(INDEX)
-    places = torch.cat([listed, _places_in(bitmaps, form)]).sort().values
-    floats = words_of(values).view(torch.float32)
-    if not bool(floats.isfinite().all()):
-        raise MalformedPayload(VALUE)
-    return Chosen(places, floats)
 
 
 def _numbers(form: Form, device: torch.device) -> Tensor:
@@ -225,34 +217,3 @@ def _places_in(bitmaps: Tensor, form: Form) -> Tensor:
     if not torch.equal(torch.bincount(owners, minlength=len(form.blocks)).cpu(), form.counts * form.bitmapped):
         raise MalformedPayload(BITMAP)
     return bounds[owners] + index
-
-
-def kernels_run_on(device: torch.device) -> bool:
-    return device.type == "cpu" and has_numba()
-
-
-def _kernels() -> ModuleType:
-    from stretto.compress.kernels import sparse_cpu
-
-    return sparse_cpu
-
-
-def _write_fast(chosen: Chosen, form: Form) -> Tensor:
-    payload = torch.empty(form.num_bytes, dtype=torch.uint8, device="cpu")
-    words, bitmaps = bits_of(words_of(payload)), payload[sum(form.sections[:3]) :]
-    _kernels().write(chosen.places.numpy(), bits_of(chosen.values), *_described(form), words, bitmaps.numpy())
-    return payload
-
-
-def _read_fast(payload: Tensor, form: Form) -> Chosen:
-    words, bitmaps = words_of(payload), payload[sum(form.sections[:3]) :].contiguous()
-    places = torch.empty(form.num_chosen, dtype=torch.int64, device="cpu")
-    problem = _kernels().read(bits_of(words), bitmaps.numpy(), *_described(form), places.numpy())
-    if problem:
-        raise MalformedPayload(PROBLEMS[problem - 1])
-    first = sum(form.sections[:2]) // 4
-    return Chosen(places, words[first : first + len(places)].view(torch.float32))
-
-
-def _described(form: Form) -> tuple[Any, Any, Any]:
-    return form.blocks.bounds.numpy(), form.counts.numpy(), form.bitmapped.numpy()

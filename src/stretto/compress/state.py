@@ -7,7 +7,7 @@ A round *proposes* new values and does not touch what is there; `commit` makes t
 workers, `discard` forgets them (a gradient was not finite somewhere, or a backward failed: then nobody steps, and what earlier
 rounds left must not be lost). Cost: a second buffer for each flat vector.
 
-State is handed in and out by parameter name, so it survives other buckets; see `export` and `restore`.
+CompressionState is handed in and out by parameter name, so it survives other buckets; see `export` and `restore`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stretto.compress.layout import Layout, Place
+from stretto.compress.layout import Layout, TensorPlace
 
 SERVER = "server_residual"  # what a worker keeps of the means that it combines for all: also when it has no data of its own
 Exported = dict[str, dict[str, Tensor]]  # parameter -> kind -> value
@@ -68,7 +68,7 @@ class Section:
         self._by_name.update(self._proposed_by_name)
         self._proposed_flat, self._proposed_by_name = {}, {}
 
-    def keep_as_it_was(self, places: Sequence[Place]) -> None:
+    def keep_as_it_was(self, places: Sequence[TensorPlace]) -> None:
         """Take back what was proposed for these parameters: nobody has used their gradients."""
         for kind, proposed in self._proposed_flat.items():
             for place in places:
@@ -93,7 +93,7 @@ class Section:
                 out[place.name] = mine
         return out
 
-    def _cut_out(self, kind: str, place: Place) -> Tensor:
+    def _cut_out(self, kind: str, place: TensorPlace) -> Tensor:
         vector, start = self._flat[kind], self._starts[kind]
         out = torch.zeros(place.size, device=self._device, dtype=torch.float32)
         first, last = max(place.start, start), min(place.stop, start + len(vector))
@@ -104,7 +104,7 @@ class Section:
     def restore(self, exported: Mapping[str, Mapping[str, Tensor]], flat_kinds: frozenset[str]) -> None:
         """Take what `export` gave for the parameters that are here; what it has nothing for begins anew.
 
-        Of a vector of which only a part is kept here, take that part: say which by calling `flat` before.
+        Where only a part of a vector is kept here, it takes that part: call `flat` before, which names it.
         """
         for place in self._layout.places:
             for kind, value in exported.get(place.name, {}).items():
@@ -113,7 +113,7 @@ class Section:
                 else:
                     self._by_name[kind, place.name] = value.to(self._device, copy=True)
 
-    def _put_in(self, kind: str, place: Place, value: Tensor) -> None:
+    def _put_in(self, kind: str, place: TensorPlace, value: Tensor) -> None:
         vector, start = self.flat(kind), self._starts[kind]
         first, last = max(place.start, start), min(place.stop, start + len(vector))
         if first < last:
@@ -133,7 +133,7 @@ class _OfAbsent(Section):
     def next_flat(self, kind: str) -> Tensor:
         return self._present.next_flat(kind) if kind == SERVER else super().next_flat(kind)
 
-    def keep_as_it_was(self, places: Sequence[Place]) -> None:
+    def keep_as_it_was(self, places: Sequence[TensorPlace]) -> None:
         super().keep_as_it_was(places)
         self._present.keep_as_it_was(places)
 
@@ -146,8 +146,8 @@ class _OfAbsent(Section):
         self._present.discard()
 
 
-class State:
-    """Both sections of one bucket's memory, and how many rounds it has seen."""
+class CompressionState:
+    """What the compression of one bucket remembers: both sections, and how many rounds it has seen."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
@@ -156,13 +156,13 @@ class State:
         self.shared = Section(layout, device)
         self.rounds = 0
 
-    def of_absent(self) -> State:
+    def of_absent(self) -> CompressionState:
         """For a worker without data: it has nothing of its own to give, keeps what it has, and follows what is shared."""
-        other = State(self.layout, self.device)
+        other = CompressionState(self.layout, self.device)
         other.own, other.shared, other.rounds = _OfAbsent(self.own), self.shared, self.rounds
         return other
 
-    def keep_as_it_was(self, places: Sequence[Place]) -> None:
+    def keep_as_it_was(self, places: Sequence[TensorPlace]) -> None:
         self.own.keep_as_it_was(places)
         self.shared.keep_as_it_was(places)
 

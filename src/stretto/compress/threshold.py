@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from stretto.compress import sparse_format
+from stretto.compress.backend import accelerated
+from stretto.compress.checks import is_number
 from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sparse_format import Chosen, Form
 from stretto.errors import ConfigurationError, MalformedPayload
 
@@ -48,18 +50,18 @@ class Threshold(Codec):
     def max_bytes(self, blocks: Blocks) -> int:
         return 4 * len(blocks) + 8 * blocks.num_elements
 
-    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         return sparse_format.write(*at_least(values, _bits(self.value), blocks))
 
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def encode_residual(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         chosen, form = at_least(values, _bits(self.value), blocks)
         sparse_format.erase(chosen.places, values)
         return sparse_format.write(chosen, form)
 
-    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
+    def decode(self, payload: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
         return sparse_format.spread(self._read(payload, blocks), blocks.num_elements)
 
-    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
+    def add_decoded(self, payload: Tensor, blocks: Blocks, random: RandomKeys, total: Tensor) -> None:
         sparse_format.add(self._read(payload, blocks), total)
 
     def _read(self, payload: Tensor, blocks: Blocks) -> Chosen:
@@ -69,31 +71,16 @@ class Threshold(Codec):
         return chosen
 
 
+@accelerated(cpu="top_k_cpu.at_least")
 def at_least(values: Tensor, floor: int, blocks: Blocks) -> tuple[Chosen, Form]:
     """All elements whose magnitude has at least these bits, and how they are written."""
-    if not sparse_format.kernels_run_on(values.device):
-        return at_least_reference(values, floor, blocks)
-    import numpy as np
-
-    from stretto.compress.kernels import top_k_cpu
-
-    bits, least = sparse_format.bits_of(values), np.uint32(floor)
-    counts = torch.empty(len(blocks), dtype=torch.int64, device="cpu")
-    top_k_cpu.count_at_least(bits, blocks.bounds.numpy(), least, counts.numpy())
-    room = int(counts.sum()) + top_k_cpu.GROUP
-    places, found = torch.empty(room, dtype=torch.int64, device="cpu"), torch.empty(room, dtype=torch.float32, device="cpu")
-    count = top_k_cpu.list_at_least(bits, least, places.numpy(), sparse_format.bits_of(found))
-    return Chosen(places[:count], found[:count]), Form.listed(blocks, counts)
-
-
-def at_least_reference(values: Tensor, floor: int, blocks: Blocks) -> tuple[Chosen, Form]:
     places = (values.view(torch.int32) & MAGNITUDE >= floor).nonzero().flatten()
     bounds, _ = blocks.on(values.device)
     return Chosen(places, values[places]), Form.listed(blocks, torch.searchsorted(places, bounds).diff().cpu())
 
 
 def _announced(payload: Tensor, blocks: Blocks) -> Form:
-    """What the counts at the beginning say, as far as it can be."""
+    """The form that the counts at the beginning announce, if there can be such a one."""
     if len(payload) < 4 * len(blocks):
         raise MalformedPayload(f"{len(payload)} bytes do not hold {len(blocks)} counts")
     counts = sparse_format.unsigned(payload[: 4 * len(blocks)]).cpu()
@@ -107,8 +94,7 @@ def _bits(value: float) -> int:
 
 
 def _checked(value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= torch.finfo(torch.float32).max or _bits(value) == 0:
+    if not is_number(value) or not 0 < value <= torch.finfo(torch.float32).max or _bits(value) == 0:
         raise ConfigurationError(
             f"Threshold({value!r}): the least magnitude that is sent is above 0 and finite, as float32 has it; with 0 everything "
             f"would be sent, with its index.\nWrite Threshold(1e-3), or NoCompression() to send everything."

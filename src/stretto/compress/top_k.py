@@ -24,21 +24,39 @@ import torch
 from torch import Tensor
 
 from stretto.compress import sparse_format
-from stretto.compress.codec import Codec
-from stretto.compress.draw import Draw
-from stretto.compress.kernels.compiling import runs_triton
+from stretto.compress.backend import Backend, accelerated
+from stretto.compress.codec import KernelCodec
 from stretto.compress.layout import Blocks, Layout
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sparse_format import Chosen, Form
 
 MAGNITUDE = 0x7FFFFFFF  # all but the sign of a float32's bits; as integers they order like the magnitudes
 
 
+def _encode(codec: TopK, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    form = codec.form(blocks)
+    chosen = largest(values, form)
+    if residual:
+        sparse_format.erase(chosen.places, values)
+    return sparse_format.write(chosen, form)
+
+
+def _decode(codec: TopK, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    chosen = sparse_format.read(payload, codec.form(blocks))
+    if adding:
+        sparse_format.add(chosen, out)
+    else:
+        out.zero_()[chosen.places] = chosen.values
+
+
 @dataclass(frozen=True, slots=True)
-class TopK(Codec):
+class TopK(KernelCodec):
     """`fraction`: the share of every tensor's elements that are sent, above 0 and up to 1."""
 
     fraction: float
     wants_feedback: ClassVar[bool] = True
+    encoder = Backend(_encode, cuda="top_k_cuda.encode")
+    decoder = Backend(_decode, cuda="sparse_cuda.decode")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fraction", sparse_format.checked_fraction("TopK", self.fraction))
@@ -52,59 +70,13 @@ class TopK(Codec):
     def num_bytes(self, blocks: Blocks) -> int:
         return self.form(blocks).num_bytes
 
-    def encode(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if runs_triton(values):
-            from stretto.compress.kernels import top_k_cuda
 
-            return top_k_cuda.encode(values, blocks, self.fraction, draw.shared, residual=False)
-        form = self.form(blocks)
-        return sparse_format.write(largest(values, form), form)
-
-    def encode_residual(self, values: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if runs_triton(values):
-            from stretto.compress.kernels import top_k_cuda
-
-            return top_k_cuda.encode(values, blocks, self.fraction, draw.shared, residual=True)
-        form = self.form(blocks)
-        chosen = largest(values, form)
-        sparse_format.erase(chosen.places, values)
-        return sparse_format.write(chosen, form)
-
-    def decode(self, payload: Tensor, blocks: Blocks, draw: Draw) -> Tensor:
-        if runs_triton(payload):
-            return self._add_on_gpu(payload, blocks, torch.zeros(blocks.num_elements, device=payload.device, dtype=torch.float32))
-        return sparse_format.spread(sparse_format.read(payload, self.form(blocks)), blocks.num_elements)
-
-    def add_decoded(self, payload: Tensor, blocks: Blocks, draw: Draw, total: Tensor) -> None:
-        if runs_triton(payload):
-            self._add_on_gpu(payload, blocks, total)
-            return
-        sparse_format.add(sparse_format.read(payload, self.form(blocks)), total)
-
-    def _add_on_gpu(self, payload: Tensor, blocks: Blocks, total: Tensor) -> Tensor:
-        from stretto.compress.kernels import sparse_cuda
-
-        sparse_cuda.add_decoded(payload, blocks, self.fraction, total)
-        return total
-
-
+@accelerated(cpu="top_k_cpu.largest")
 def largest(values: Tensor, form: Form) -> Chosen:
-    """The `form.counts[b]` elements of largest magnitude of each block; of equals the first."""
-    if not sparse_format.kernels_run_on(values.device):
-        return largest_reference(values, form)
-    from stretto.compress.kernels import top_k_cpu
+    """The `form.counts[b]` elements of largest magnitude of each block; of equals the first.
 
-    chosen = Chosen(
-        torch.empty(form.num_chosen, dtype=torch.int64, device="cpu"),
-        torch.empty(form.num_chosen, dtype=torch.float32, device="cpu"),
-    )
-    places, words = chosen.places.numpy(), sparse_format.bits_of(chosen.values)
-    top_k_cpu.choose_largest(sparse_format.bits_of(values), form.blocks.bounds.numpy(), form.counts.numpy(), places, words)
-    return chosen
-
-
-def largest_reference(values: Tensor, form: Form) -> Chosen:
-    """Block by block: the k-th magnitude, all above it, and as many of its equals as are missing, in order of index."""
+    Block by block: the k-th magnitude, all above it, and as many of its equals as are missing, in order of index.
+    """
     magnitudes = values.view(torch.int32) & MAGNITUDE
     chosen = torch.zeros_like(magnitudes, dtype=torch.bool)
     bounds = form.blocks.bounds.tolist()

@@ -16,11 +16,12 @@ from typing import Literal
 
 from torch import Tensor
 
+from stretto.compress.checks import is_count
 from stretto.compress.codec import Compression
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
-from stretto.compress.rounds import Steps, Turn
-from stretto.compress.state import Exported, State
+from stretto.compress.rounds import ExchangeContext, Steps
+from stretto.compress.state import CompressionState, Exported
 from stretto.errors import ConfigurationError
 
 
@@ -33,7 +34,7 @@ class WarmUp(Compression):
     before: Compression = field(default_factory=NoCompression)
 
     def __post_init__(self) -> None:
-        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 0:
+        if not is_count(self.rounds, 0):
             raise ConfigurationError(
                 f"WarmUp(rounds={self.rounds!r}): a number of rounds is a whole number, 0 or more. Write for instance "
                 f"WarmUp(100, ErrorFeedback(TopK(0.01)))."
@@ -94,10 +95,10 @@ class WarmUp(Compression):
     def refusal(self, algorithm: str) -> str | None:
         return self.codec.refusal(algorithm) or self.before.refusal(algorithm)
 
-    def exchange(self, values: Tensor, turn: Turn) -> Steps:
-        yield from (self.before if turn.state.rounds < self.rounds else self.codec).exchange(values, turn)
+    def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
+        yield from (self.before if context.state.rounds < self.rounds else self.codec).exchange(values, context)
 
-    def restore(self, state: State, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
+    def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
         (self.before if state.rounds < self.rounds else self.codec).restore(state, own, shared, rank, world_size)
 
     def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:

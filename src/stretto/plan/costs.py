@@ -15,12 +15,11 @@ occupied by one segment, its link and its adder working side by side:
 
     T_k = T(m/k) + (k-1) * max over ranks of max(time to send all, time to receive all, gamma * bytes added)
 
-`closed_form` has the formulas of the literature for the same quantities; a test holds the two equal, for every
+`docs/closed_forms.py` has the formulas of the literature for the same quantities; a test holds the two equal, for every
 algorithm whose formula is exact. Where the textbook formula differs from what is counted:
 
 - bidirectional ring: the usual 2(P-1) alpha + m(P-1)/P beta is for separate links per direction (`lanes=2`). On one
-  link the two messages of a round follow each other, and the count is 4(P-1) alpha + 2 m(P-1)/P beta. `closed_form`
-  knows both.
+  link the two messages of a round follow each other, and the count is 4(P-1) alpha + 2 m(P-1)/P beta.
 - segments of a reduce-then-broadcast: (2h+k-1)(alpha + (m/k)(beta + gamma)) lets the sum go back while the next segment
   comes, on another link, and charges gamma on the way back too. On one link a rank inside the chain has two messages
   per segment each way: 2(h+k-1)(alpha + (m/k) beta). With `lanes=2` and gamma = 0 the two agree.
@@ -33,22 +32,19 @@ all-reduce takes at least alpha log2 P + 2 m beta (P-1)/P. No plan beats it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from math import ceil, floor, log2, sqrt
-from types import MappingProxyType
+from math import ceil
 
-from stretto.collectives.binomial import depth
 from stretto.collectives.catalogue import find
 from stretto.collectives.plan import Kind, Plan, PlanMaker, Recv, Send, chunk_start
-from stretto.collectives.torus import nearly_square
 from stretto.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkCosts:
     """A rank's connection: seconds per message, per byte sent, and per byte added; `lanes` links per rank."""
 
     alpha: float
@@ -60,7 +56,7 @@ class Link:
         if min(self.alpha, self.beta, self.gamma) < 0 or self.lanes < 1:
             raise ConfigurationError(
                 f"{self}: times cannot be negative, and a rank has at least one link. "
-                f"Write for instance Link(alpha=50e-6, beta=8e-9) for 50 microseconds and 1 Gbit/s."
+                f"Write for instance LinkCosts(alpha=50e-6, beta=8e-9) for 50 microseconds and 1 Gbit/s."
             )
 
     def transfer(self, sizes: tuple[float, ...]) -> float:
@@ -81,12 +77,12 @@ class Load:
     received: tuple[float, ...]
     added: float
 
-    def in_turn(self, num_bytes: float, link: Link) -> float:
+    def in_turn(self, num_bytes: float, link: LinkCosts) -> float:
         """Seconds for `num_bytes` per unit when adding begins after receiving."""
         out, into = (tuple(part * num_bytes for part in parts) for parts in (self.sent, self.received))
         return max(link.transfer(out), link.transfer(into)) + self.added * num_bytes * link.gamma
 
-    def side_by_side(self, num_bytes: float, link: Link) -> float:
+    def side_by_side(self, num_bytes: float, link: LinkCosts) -> float:
         """Seconds for `num_bytes` per unit when sending, receiving and adding overlap."""
         out, into = (tuple(part * num_bytes for part in parts) for parts in (self.sent, self.received))
         return max(link.transfer(out), link.transfer(into), self.added * num_bytes * link.gamma)
@@ -125,12 +121,12 @@ class PlanCost:
     def _part(self, chunks: float) -> Fraction:
         return Fraction(int(chunks), self.num_chunks)
 
-    def time(self, num_bytes: float, link: Link) -> float:
+    def time(self, num_bytes: float, link: LinkCosts) -> float:
         """Seconds for a vector of `num_bytes`, sent in whole messages round by round."""
         chunk = num_bytes / self.num_chunks
         return sum(max(load.in_turn(chunk, link) for load in loads) for loads in self.rounds)
 
-    def pipelined(self, num_bytes: float, link: Link, num_segments: int) -> float:
+    def pipelined(self, num_bytes: float, link: LinkCosts, num_segments: int) -> float:
         """Seconds when every message is cut into `num_segments` that follow each other."""
         chunk = num_bytes / num_segments / self.num_chunks
         bottleneck = max((load.side_by_side(chunk, link) for load in self.totals), default=0.0)
@@ -148,7 +144,7 @@ def count(maker: PlanMaker, size: int, *, symmetric: bool = False) -> PlanCost:
     return PlanCost(plans[0].kind, plans[0].algorithm, size, plans[0].num_chunks, rounds, totals)
 
 
-def cost(maker: PlanMaker, size: int, num_bytes: int, link: Link) -> float:
+def cost(maker: PlanMaker, size: int, num_bytes: int, link: LinkCosts) -> float:
     """Seconds of the plan for `num_bytes`, whose chunks differ by a byte where they do not divide evenly."""
     plans = [maker(rank, size) for rank in range(size)]
     chunks = plans[0].num_chunks
@@ -228,172 +224,4 @@ def predict(
         )
     counted = plan_cost(kind, algorithm, size, root=root, group=group)
     segments = max(1, ceil(counted.longest_message(num_bytes) / segment_bytes))
-    return counted.pipelined(num_bytes, Link(alpha, beta, gamma, lanes), segments)
-
-
-# ---------------------------------------------------------------- segments
-
-
-def segmented(depth: int, num_segments: int, num_bytes: float, link: Link) -> float:
-    """(h+k-1)(alpha + (m/k) beta): a chain or tree of depth h that moves m bytes one way in k segments."""
-    return (depth + num_segments - 1) * (link.alpha + num_bytes / num_segments * link.beta)
-
-
-def segmented_there_and_back(depth: int, num_segments: int, num_bytes: float, link: Link) -> float:
-    """(2h+k-1)(alpha + (m/k)(beta + gamma)): a segment goes back as soon as it is summed."""
-    return (2 * depth + num_segments - 1) * (link.alpha + num_bytes / num_segments * (link.beta + link.gamma))
-
-
-def best_segments(depth: int, num_bytes: float, link: Link, *, least_bytes: float = 1.0) -> int:
-    """The k that makes `segmented` least: sqrt((h-1) m beta / alpha) rounded, segments of `least_bytes` or more."""
-    most = max(1, floor(num_bytes / least_bytes))
-    if link.alpha == 0:
-        return most if depth > 1 else 1
-    ideal = sqrt((depth - 1) * num_bytes * link.beta / link.alpha)
-    near = {min(most, max(1, candidate)) for candidate in (floor(ideal), ceil(ideal))}
-    return min(sorted(near), key=lambda k: segmented(depth, k, num_bytes, link))
-
-
-def best_segmented(depth: int, num_bytes: float, link: Link) -> float:
-    """(sqrt((h-1) alpha) + sqrt(m beta))^2: `segmented` at its best k, were k a real number."""
-    return (sqrt((depth - 1) * link.alpha) + sqrt(num_bytes * link.beta)) ** 2
-
-
-# ---------------------------------------------------------------- closed formulas
-
-
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """As printed and as computed. P ranks, m bytes; h = ceil(log2 P); p = 2^l, the largest power of two up to P."""
-
-    text: str
-    seconds: Callable[[int, float, Link], float]
-
-
-def _whole(rounds: Callable[[int], int], additions: Callable[[int], int]) -> Callable[[int, float, Link], float]:
-    """So many rounds and additions of the whole vector."""
-    return lambda P, m, link: rounds(P) * (link.alpha + m * link.beta) + additions(P) * m * link.gamma
-
-
-def _chunked(rounds: Callable[[int], int], trips: int, sums: int) -> Callable[[int, float, Link], float]:
-    """So many rounds, in which the vector but for one chunk of P travels `trips` times and is added `sums` times."""
-    return lambda P, m, link: rounds(P) * link.alpha + trips * m * (P - 1) / P * link.beta + sums * m * (P - 1) / P * link.gamma
-
-
-def _butterfly(P: int, m: float, link: Link) -> float:
-    levels, fold = P.bit_length() - 1, _fold(P, m, link)
-    return levels * (link.alpha + m * link.beta + m * link.gamma) + fold
-
-
-def _halving_doubling(P: int, m: float, link: Link) -> float:
-    levels = P.bit_length() - 1
-    p = 1 << levels
-    volume = m * (p - 1) / p
-    return 2 * levels * link.alpha + 2 * volume * link.beta + volume * link.gamma + _fold(P, m, link)
-
-
-def _fold(P: int, m: float, link: Link) -> float:
-    return 0.0 if P & (P - 1) == 0 else 2 * link.alpha + 2 * m * link.beta + m * link.gamma
-
-
-def _bidirectional_ring(P: int, m: float, link: Link) -> float:
-    side_by_side = link.lanes > 1
-    messages, trips = (2 * (P - 1), 1) if side_by_side else (4 * (P - 1), 2)
-    return messages * link.alpha + trips * m * (P - 1) / P * link.beta + m * (P - 1) / P * link.gamma
-
-
-def _double_binary_tree(P: int, m: float, link: Link) -> float:
-    latency, volume = 2 * depth(P) * link.alpha, m * link.beta if P > 1 else 0.0
-    return 2 * (latency + volume + 2 * sqrt(latency * volume))
-
-
-def _all_to_all(P: int, m: float, link: Link) -> float:
-    return ceil((P - 1) / link.lanes) * (link.alpha + m * link.beta) + (P - 1) * m * link.gamma
-
-
-def _hierarchical(P: int, m: float, link: Link, group: int) -> float:
-    k = min(group, P)
-    hosts = -(-P // k)
-    if P % k == 0:
-        return _chunked(lambda _: 2 * (k + hosts - 2), 2, 1)(P, m, link)
-    inside = _whole(lambda k: 2 * depth(k), depth)(k, m, link)
-    return inside + _chunked(lambda hosts: 2 * (hosts - 1), 2, 1)(hosts, m, link)
-
-
-def _no_wait(P: int) -> int:
-    return P - 1
-
-
-def _there_and_back(P: int) -> int:
-    return 2 * (P - 1)
-
-
-FORMULAS: Mapping[tuple[Kind, str], Formula] = MappingProxyType(
-    {
-        (Kind.ALL_REDUCE, "all_to_all"): Formula("(P-1)(α + mβ) + (P-1)mγ", _all_to_all),
-        (Kind.ALL_REDUCE, "round_robin"): Formula("(P-1)(α + mβ) + (P-1)mγ", _whole(_no_wait, _no_wait)),
-        (Kind.ALL_REDUCE, "master_worker"): Formula("2(P-1)(α + mβ) + (P-1)mγ", _whole(_there_and_back, _no_wait)),
-        (Kind.ALL_REDUCE, "chain"): Formula("2(P-1)(α + mβ) + (P-1)mγ", _whole(_there_and_back, _no_wait)),
-        (Kind.ALL_REDUCE, "binomial_tree"): Formula("2h(α + mβ) + hmγ", _whole(lambda P: 2 * depth(P), depth)),
-        (Kind.ALL_REDUCE, "butterfly"): Formula("l(α + mβ + mγ); P ≠ p: + 2α + 2mβ + mγ", _butterfly),
-        (Kind.ALL_REDUCE, "halving_doubling"): Formula(
-            "2lα + 2m(p-1)/p·β + m(p-1)/p·γ; P ≠ p: + 2α + 2mβ + mγ", _halving_doubling
-        ),
-        (Kind.ALL_REDUCE, "ring"): Formula("2(P-1)α + 2m(P-1)/P·β + m(P-1)/P·γ", _chunked(_there_and_back, 2, 1)),
-        (Kind.ALL_REDUCE, "direct"): Formula("2(P-1)α + 2m(P-1)/P·β + m(P-1)/P·γ", _chunked(_there_and_back, 2, 1)),
-        (Kind.ALL_REDUCE, "bidirectional_ring"): Formula(
-            "4(P-1)α + 2m(P-1)/P·β + m(P-1)/P·γ; two links: 2(P-1)α + m(P-1)/P·β + m(P-1)/P·γ", _bidirectional_ring
-        ),
-        (Kind.ALL_REDUCE, "torus"): Formula(
-            "2(X+Y-2)α + 2m(P-1)/P·β + m(P-1)/P·γ", _chunked(lambda P: 2 * (sum(nearly_square(P)) - 2), 2, 1)
-        ),
-        (Kind.ALL_REDUCE, "double_binary_tree"): Formula("≈ 2(2hα + mβ + 2√(2hα·mβ)), segmented", _double_binary_tree),
-        (Kind.REDUCE_SCATTER, "ring"): Formula("(P-1)α + m(P-1)/P·β + m(P-1)/P·γ", _chunked(_no_wait, 1, 1)),
-        (Kind.REDUCE_SCATTER, "direct"): Formula("(P-1)α + m(P-1)/P·β + m(P-1)/P·γ", _chunked(_no_wait, 1, 1)),
-        (Kind.ALL_GATHER, "ring"): Formula("(P-1)α + m(P-1)/P·β", _chunked(_no_wait, 1, 0)),
-        (Kind.ALL_GATHER, "direct"): Formula("(P-1)α + m(P-1)/P·β", _chunked(_no_wait, 1, 0)),
-        (Kind.GATHER, "direct"): Formula("(P-1)α + m(P-1)/P·β", _chunked(_no_wait, 1, 0)),
-        (Kind.SCATTER, "direct"): Formula("(P-1)α + m(P-1)/P·β", _chunked(_no_wait, 1, 0)),
-        (Kind.ALL_TO_ALL, "transpose"): Formula("(P-1)α + m(P-1)/P·β", _chunked(_no_wait, 1, 0)),
-        (Kind.BROADCAST, "binomial"): Formula("h(α + mβ)", _whole(depth, lambda P: 0)),
-        (Kind.BROADCAST, "chain"): Formula("(P-1)(α + mβ); k segments: (P+k-2)(α + m/k·β)", _whole(_no_wait, lambda P: 0)),
-        (Kind.REDUCE, "binomial"): Formula("h(α + mβ + mγ)", _whole(depth, depth)),
-        (Kind.BARRIER, "dissemination"): Formula("hα", lambda P, m, link: depth(P) * link.alpha),
-    }
-)
-HIERARCHICAL_TEXT = (
-    "k divides P: 2(k+G-2)α + 2m(P-1)/P·β + m(P-1)/P·γ; else 2(g+G-1)α + (2g + 2(G-1)/G)mβ + (g + (G-1)/G)mγ, "
-    "with G = ⌈P/k⌉, g = ⌈log2 k⌉"
-)
-
-
-def closed_form(
-    algorithm: str, size: int, num_bytes: float, link: Link, *, kind: Kind = Kind.ALL_REDUCE, group: int = 1
-) -> float:
-    """Seconds by the literature's formula, in whole messages (`double_binary_tree`: in the best segments)."""
-    entry = find(kind, algorithm)
-    if entry.with_group is not None:
-        return _hierarchical(size, num_bytes, link, group)
-    return FORMULAS[kind, entry.name].seconds(size, num_bytes, link)
-
-
-def lower_bound(size: int, num_bytes: float, link: Link) -> float:
-    """alpha log2 P + 2 m beta (P-1)/P: no all-reduce among `size` ranks is faster.
-
-    With L lanes per rank each carries its share of the bytes, and news spreads (L+1)-fold per round: alpha log_(L+1) P.
-    """
-    return link.alpha * log2(size) / log2(link.lanes + 1) + 2 * num_bytes * (link.beta / link.lanes) * (size - 1) / size
-
-
-def parameter_server_cost(size: int, num_bytes: float, link: Link, *, servers: int) -> float:
-    """2 P gamma m G / s + 2 L: all workers push to, then pull from, s servers that hold equal parts of the model.
-
-    Letters of Ben-Nun and Hoefler: gamma m is the vector in bytes (here `num_bytes`), G seconds per byte (`link.beta`),
-    L the latency (`link.alpha`), s the servers. Each server takes in P parts of m/s one after the other, and gives out
-    as many. Servers on machines of their own are outside the model of `lower_bound`, and may beat it.
-    """
-    if servers < 1:
-        raise ConfigurationError(
-            f"parameter_server_cost(servers={servers}): the model would be nowhere. Write at least servers=1."
-        )
-    return 2 * size * num_bytes * link.beta / servers + 2 * link.alpha
+    return counted.pipelined(num_bytes, LinkCosts(alpha, beta, gamma, lanes), segments)

@@ -197,7 +197,7 @@ def _run_ranks(
     wires: Sequence[Wire], program: Callable[..., Any], args: tuple[Any, ...], timeout_s: float, *, close: bool
 ) -> list[Any]:
     before = set(threading.enumerate())
-    run = _Run(wires, program, args, close)
+    run = _RankThreads(wires, program, args, close)
     run.start()
     try:
         run.wait(timeout_s)
@@ -207,7 +207,7 @@ def _run_ranks(
     return run.results
 
 
-class _Run:
+class _RankThreads:
     """The threads of one run, their results and the first failure."""
 
     def __init__(self, wires: Sequence[Wire], program: Callable[..., Any], args: tuple[Any, ...], close: bool) -> None:

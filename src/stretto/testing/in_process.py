@@ -3,25 +3,17 @@
 All state belongs to the one thread that drives the wire; other threads only append to its `_inbox` (a subclass says how that
 wakes the driver), and items are handled one by one in `_drain`. Messages are matched with receives as on sockets
 (`wire/mailbox.py`).
-
-Delivery is late and by reference: an `Envelope` carries a view of the sender's own memory, which is read as late as the
-contract allows. A sender that writes to it before `handle.done` therefore corrupts what arrives, as it would on a real
-network, only more surely. With `check` the envelope also carries a checksum, compared when the bytes are read and again
-when the sender is told that it may reuse them; and what `consume` was given is scribbled over afterwards, so that
-keeping the view shows as well.
 """
 
 from __future__ import annotations
 
-import threading
-import zlib
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from stretto.errors import ConfigurationError, PeerLost, WireError
 from stretto.launching.membership import Peer
+from stretto.testing.envelopes import Arrival, BufferChanged, Envelope, Gone, Goodbye, Introduction, Item, Posted, Sent
 from stretto.wire.base import Consume, Handle, OnMessage, Tag
 from stretto.wire.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_POST_BYTES
 from stretto.wire.handshake import Life
@@ -42,127 +34,6 @@ class WireKilled(WireError):
         return WireKilled, (self.rank, self.reason)
 
 
-class BufferChanged(AssertionError):
-    """A buffer was written to while it was being sent: a bug in the sending program."""
-
-    def __init__(self, envelope: Envelope) -> None:
-        super().__init__(
-            f"rank {envelope.source} changed the {envelope.num_bytes} bytes it was sending to rank {envelope.target} "
-            f"({envelope.tag}) "
-            f"before the send was done, so what arrived is not what was sent.\n"
-            f"Keep the memory as it is until handle.done, or send a copy."
-        )
-
-
-class Envelope:
-    """One message under way, with the sender's memory in it until it has been read."""
-
-    __slots__ = (
-        "_check",
-        "_lock",
-        "_view",
-        "acknowledged",
-        "changed",
-        "copy",
-        "dtype",
-        "generation",
-        "handle",
-        "num_bytes",
-        "source",
-        "tag",
-        "target",
-    )
-
-    def __init__(self, sender: InProcessWire, target: int, tag: Tag, dtype: int, view: memoryview, handle: Handle, check: bool):
-        self.source, self.target, self.tag, self.dtype = sender.rank, target, tag, dtype
-        self.generation = sender.life.generation
-        self.num_bytes = view.nbytes
-        self.handle = handle
-        self.copy: bytearray | None = None
-        self.acknowledged = False
-        self.changed = False
-        self._view: memoryview | None = view
-        self._lock = threading.Lock()  # a sender that cancels must not return while its memory is being read
-        self._check: int | None = zlib.crc32(view) if check else None
-
-    def read(self) -> bytearray | None:
-        """The bytes, read from the sender's memory now unless they were before. None: the sender has cancelled."""
-        with self._lock:
-            if self.copy is None and self._view is not None:
-                self.verify()
-                self.copy = bytearray(self._view)
-            return self.copy
-
-    def revoke(self) -> None:
-        """The sender's memory must not be read any more."""
-        with self._lock:
-            self._view = None
-
-    def verify(self) -> None:
-        """Note whether the sender's memory still holds what it held at the send."""
-        if self._check is not None and self._view is not None and zlib.crc32(self._view) != self._check:
-            self.changed = True
-
-    @property
-    def checked(self) -> bool:
-        return self._check is not None
-
-    @property
-    def digest(self) -> int:
-        return self.tag.digest
-
-    @property
-    def key(self) -> Key:
-        return self.source, self.tag.channel, self.tag.sequence, self.tag.index
-
-
-# What may lie in an inbox ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    envelope: Envelope
-
-    @property
-    def origin(self) -> Life:
-        return Life(self.envelope.source, self.envelope.generation)
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """To the sender itself: the envelope has been read."""
-
-    envelope: Envelope
-
-
-@dataclass(frozen=True, slots=True)
-class Posted:
-    origin: Life
-    topic: int
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Here:
-    """A newcomer introduces itself."""
-
-    origin: Life
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    origin: Life
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Goodbye:
-    origin: Life
-
-
-Item = Arrival | Sent | Posted | Here | Gone | Goodbye
-
-
 class InProcessWire(MailboxWire[Envelope]):
     """See the module's text. Subclasses move items between inboxes and keep the time."""
 
@@ -170,6 +41,7 @@ class InProcessWire(MailboxWire[Envelope]):
         super().__init__(rank, world_size, generation)
         self._lives = (dict(members) or dict.fromkeys(range(world_size), generation)) | {rank: generation}
         self._members = set(self._lives)
+        self.life = Life(rank, generation)
         self._early: dict[Life, list[Item]] = {}  # from newcomers that have not been admitted yet
         self._check = check
         self._inbox: deque[Item] = deque()
@@ -217,7 +89,7 @@ class InProcessWire(MailboxWire[Envelope]):
             handle.finish(lost)
             return handle
         self._sent += view.nbytes + HEADER_BYTES
-        envelope = Envelope(self, to, tag, dtype, view, handle, self._check)
+        envelope = Envelope(self.life, to, tag, dtype, view, handle, self._check)
         self._sending[id(envelope)] = envelope
         self._transmit(envelope)
         return handle
@@ -263,10 +135,6 @@ class InProcessWire(MailboxWire[Envelope]):
     @property
     def peers(self) -> list[int]:
         return sorted(self._members - {self.rank})
-
-    @property
-    def life(self) -> Life:
-        return Life(self.rank, self._born)
 
     @property
     def peer(self) -> Peer:
@@ -336,12 +204,12 @@ class InProcessWire(MailboxWire[Envelope]):
 
     def _handle(self, item: Item) -> None:
         if not isinstance(item, Sent):
-            rank, generation = item.origin
-            admitted = self._lives.get(rank, -1)
-            if generation > admitted:
-                self._early.setdefault(item.origin, []).append(item)
-            if generation != admitted:
-                return  # else: of a former life
+            origin = item.origin
+            admitted = self._lives.get(origin.rank, -1)
+            if origin.generation != admitted:
+                if origin.generation > admitted:  # else it is of a former life
+                    self._early.setdefault(origin, []).append(item)
+                return
         match item:
             case Arrival(envelope):
                 self._deliver(envelope.key, envelope)
@@ -349,7 +217,7 @@ class InProcessWire(MailboxWire[Envelope]):
                 self._finish_send(envelope)
             case Posted(origin, topic, body):
                 self._hear(origin.rank, topic, body)
-            case Here(origin):
+            case Introduction(origin):
                 if origin.rank in self._admitted:
                     self._joined(origin.rank)
             case Gone(origin, reason):

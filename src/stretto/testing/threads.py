@@ -21,7 +21,8 @@ import time
 from collections.abc import Iterable
 
 from stretto.errors import ConfigurationError
-from stretto.testing.in_process import Arrival, Envelope, Gone, Goodbye, Here, InProcessWire, Item, Posted, Sent
+from stretto.testing.envelopes import Arrival, Envelope, Gone, Goodbye, Introduction, Item, Posted, Sent
+from stretto.testing.in_process import InProcessWire
 from stretto.wire.handshake import Life
 
 
@@ -48,7 +49,7 @@ class ThreadsWire(InProcessWire):
         """The wire of a rank that joins this rank's view, or comes back to it under a later generation."""
         made = ThreadsWire(rank, self._world, self.world_size, self._check, self._eager, generation, self.members())
         self._world[rank] = made
-        made._tell_others(Here(made.life))
+        made._tell_others(Introduction(made.life))
         return made
 
     def progress(self, timeout_s: float) -> None:
@@ -100,22 +101,23 @@ class ThreadsWire(InProcessWire):
             if wire is not self:
                 wire._push(item)
 
-    def _push_to(self, life: Life, item: Item) -> None:
-        target = self._world.get(life.rank)
-        if target is not None and target.life == life:  # else it has gone, and another has come in its place
+    def _push_to(self, rank: int, item: Item) -> None:
+        target = self._world[rank]
+        if target._born == self._lives[rank]:  # else another has come in its place
             target._push(item)
 
     def _transmit(self, envelope: Envelope) -> None:
-        self._push_to(Life(envelope.target, self._lives[envelope.target]), Arrival(envelope))
+        self._push_to(envelope.target, Arrival(envelope))
 
     def _transmit_post(self, to: int, posted: Posted) -> None:
-        self._push_to(Life(to, self._lives[to]), posted)
+        self._push_to(to, posted)
 
     def _say_goodbye_to(self, rank: int) -> None:
-        self._push_to(Life(rank, self._lives[rank]), Goodbye(self.life))
+        self._push_to(rank, Goodbye(self.life))
 
     def _acknowledge(self, envelope: Envelope) -> None:
-        self._push_to(Life(envelope.source, envelope.generation), Sent(envelope))
+        if envelope.origin.generation == self._lives[envelope.source]:
+            self._push_to(envelope.source, Sent(envelope))
 
     def _may_keep_parked(self, envelope: Envelope) -> bool:
         return not self._eager

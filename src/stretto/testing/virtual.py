@@ -20,31 +20,16 @@ cannot stop the clock.
 
 from __future__ import annotations
 
-import enum
-import heapq
 import math
-import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from random import Random
 
-from stretto.errors import ConfigurationError, WireError
-from stretto.testing.faults import Cut, Fault, FaultLedger, Kill, Pause, Trace
-from stretto.testing.in_process import (
-    Arrival,
-    Envelope,
-    Gone,
-    Goodbye,
-    Here,
-    InProcessWire,
-    Item,
-    Posted,
-    Sent,
-    WireKilled,
-)
+from stretto.errors import ConfigurationError
+from stretto.testing.envelopes import Arrival, Envelope, Gone, Goodbye, Introduction, Item, Posted, Sent
+from stretto.testing.faults import Cut, Fault, FaultLedger, Kill, Pause
+from stretto.testing.in_process import InProcessWire
 from stretto.testing.network_model import Interfaces, NetworkModel
-from stretto.testing.virtual_network import OutOfBudget
+from stretto.testing.virtual_schedule import Activity, Seat, VirtualDeadlock, VirtualSchedule
 from stretto.wire.handshake import Life
 
 __all__ = [
@@ -57,44 +42,7 @@ __all__ = [
 POLL_S = 1e-6
 
 
-class VirtualDeadlock(WireError):
-    """Every rank waits without a timeout and nothing is left to happen."""
-
-
-class _State(enum.Enum):
-    READY = "ready"
-    RUNNING = "running"
-    WAITING = "waiting in progress"
-    COMPUTING = "computing"
-    FINISHED = "finished"
-
-
-class _Turn:
-    """What the scheduler knows of one rank, in one life."""
-
-    def __init__(self, wire: VirtualWire, lock: threading.Lock) -> None:
-        self.wire = wire
-        self.baton = threading.Condition(lock)
-        self.state = _State.READY
-        self.until = math.inf  # when it goes on by itself
-        self.alarm = math.inf  # the event that will see to that
-        self.paused: Pause | None = None
-        self.due = False  # it could go on, but for the pause
-
-    @property
-    def number(self) -> int:
-        return self.wire.rank
-
-    @property
-    def blocked(self) -> bool:
-        return self.state in (_State.WAITING, _State.COMPUTING)
-
-    @property
-    def gone(self) -> bool:
-        return self.wire.is_killed or self.state is _State.FINISHED
-
-
-class _Message:
+class _Transmission:
     """Something on its way from a wire to one life of a rank: `item` goes into its inbox, unless `truncated` by then."""
 
     __slots__ = ("item", "num_bytes", "sender", "source", "target", "target_life", "truncated")
@@ -111,7 +59,7 @@ class VirtualWire(InProcessWire):
     def __init__(self, rank: int, world: VirtualWorld, check: bool, generation: int = 0, members: Iterable[Life] = ()) -> None:
         super().__init__(rank, world.size, check, generation, members)
         self.world = world
-        self.turn = _Turn(self, world.lock)
+        self.seat = Seat(self, world.lock)
         self._woken = False
 
     def newcomer(self, rank: int, generation: int) -> VirtualWire:
@@ -124,7 +72,7 @@ class VirtualWire(InProcessWire):
     def progress(self, timeout_s: float) -> None:
         self._enter()
         if not self._woken and not self._has_news():
-            self.world._wait(self.turn, max(timeout_s, POLL_S), _State.WAITING)
+            self.world._wait(self.seat, max(timeout_s, POLL_S), Activity.WAITING)
         self._woken = False
         self._enter()
         self._drain()
@@ -133,22 +81,22 @@ class VirtualWire(InProcessWire):
         """Be busy for that long: virtual time passes, messages arrive but are not looked at."""
         self._enter()
         if seconds > 0:
-            self.world._wait(self.turn, seconds, _State.COMPUTING)
+            self.world._wait(self.seat, seconds, Activity.COMPUTING)
         self._enter()
 
     def wake(self) -> None:
-        self.world._nudge(self.turn)
+        self.world._nudge(self.seat)
 
     def now(self) -> float:
         return self.world.now
 
     def kill(self, reason: str = "its process died") -> None:
-        self.world._kill(self.turn, reason)
+        self.world._kill(self.seat, reason)
 
     def close(self) -> None:
         """Goodbye; and this rank no longer holds the clock."""
         if not self._closed and self._killed is None and not self.world.failed:
-            self.world._take_baton(self.turn)
+            self.world._take_baton(self.seat)
             self._closed = True
             self._release()
             self.world._say_goodbye(self)
@@ -160,7 +108,7 @@ class VirtualWire(InProcessWire):
 
     def finish(self) -> None:
         """This rank's thread has nothing more to do: the others go on without waiting for it. Idempotent."""
-        self.world._finish(self.turn)
+        self.world._finish(self.seat)
         self._closed = True
 
     @property
@@ -168,17 +116,17 @@ class VirtualWire(InProcessWire):
         return self._killed is not None
 
     def _enter(self) -> None:
-        self.world._take_baton(self.turn)
+        self.world._take_baton(self.seat)
         super()._enter()
 
     def _transmit(self, envelope: Envelope) -> None:
-        self.world._send(_Message(self, envelope.target, envelope.num_bytes, Arrival(envelope)))
+        self.world._send(_Transmission(self, envelope.target, envelope.num_bytes, Arrival(envelope)))
 
     def _transmit_post(self, to: int, posted: Posted) -> None:
-        self.world._send(_Message(self, to, len(posted.body), posted))
+        self.world._send(_Transmission(self, to, len(posted.body), posted))
 
     def _say_goodbye_to(self, rank: int) -> None:
-        self.world._send(_Message(self, rank, 0, Goodbye(self.life)))
+        self.world._send(_Transmission(self, rank, 0, Goodbye(self.life)))
 
     def life_of(self, rank: int) -> Life:
         return Life(rank, self._lives[rank])
@@ -190,11 +138,8 @@ class VirtualWire(InProcessWire):
         return False
 
 
-class VirtualWorld:
-    """The clock, the network and the scheduler that all ranks share. Everything is under one lock.
-
-    `deadline_s` (virtual) and `stall_s` (real: how long one rank may keep the baton) bound every run.
-    """
+class VirtualWorld(VirtualSchedule):
+    """The network between all ranks, and its faults, on the schedule that they share."""
 
     def __init__(
         self,
@@ -211,28 +156,14 @@ class VirtualWorld:
         self.model = model or NetworkModel()
         faults = list(faults)
         _check_world(size, self.model, faults)
-        self.now = 0.0
-        self.num_events = 0
-        self.trace = Trace()
-        self.ledger = FaultLedger(faults, self.model.all_links())
-        self._deadline_s = deadline_s
-        self._stall_s = stall_s
-        self._random = Random(seed)
-        self._events: list[tuple[float, int, Callable[[], bool]]] = []
-        self._sequence = 0
+        super().__init__(seed, FaultLedger(faults, self.model.all_links()), deadline_s, stall_s)
         self._interfaces = Interfaces()
         self._newest_head: dict[tuple[int, int], float] = {}
         self._cuts: list[Cut] = []
-        self._held: list[_Message] = []
+        self._held: list[_Transmission] = []
         self._severed: set[tuple[int, int]] = set()
-        self._failure: Callable[[], Exception] | None = None  # each rank raises one of its own
-        self._num_switches = 0
-        self.lock = threading.Lock()
         self.wires = [VirtualWire(rank, self, check) for rank in range(size)]
-        self._turns = {wire.rank: wire.turn for wire in self.wires}  # of the last life of each rank
-        self._ready = [wire.turn for wire in self.wires[1:]]
-        self._running: _Turn | None = self.wires[0].turn
-        self._running.state = _State.RUNNING
+        self._seat(self.wires)
         self._by_count = [fault for fault in faults if fault.at_event is not None]
         for fault in faults:
             if fault.at_s is not None:
@@ -246,154 +177,20 @@ class VirtualWorld:
     def assert_all_fired(self) -> None:
         self.ledger.assert_all_fired()
 
-    @property
-    def failed(self) -> bool:
-        """Whether the run was ended for all ranks: deadlock, deadline, stall, `abort`."""
-        return self._failure is not None
-
-    def abort(self, reason: str) -> None:
-        """End the run: every rank's current or next call raises `WireKilled`. Any thread may call it."""
-        with self.lock:
-            self._failure = self._failure or partial(WireKilled, -1, reason)
-            for rank in self._turns.values():
-                rank.baton.notify_all()
-
-    # The baton: one rank runs at a time ------------------------------------------------------------------------------
-
-    def _take_baton(self, rank: _Turn) -> None:
-        """Wait until it is this rank's turn. It keeps its turn until it waits or ends."""
-        if self._running is rank and self._failure is None:
-            return
-        with self.lock:
-            self._await_turn(rank)
-
     def _add(self, newcomer: VirtualWire) -> VirtualWire:
         with self.lock:
             rank = newcomer.rank
-            self._turns[rank] = newcomer.turn
-            self._ready.append(newcomer.turn)
+            self._seats[rank] = newcomer.seat
+            self._ready.append(newcomer.seat)
             self._severed = {pair for pair in self._severed if rank not in pair}
             self.trace.record(self.now, f"newcomer {newcomer.life}")
         for other in newcomer.peers:
-            self._send(_Message(newcomer, other, 0, Here(newcomer.life)))
+            self._send(_Transmission(newcomer, other, 0, Introduction(newcomer.life)))
         return newcomer
-
-    def _await_turn(self, rank: _Turn) -> None:
-        seen, since = self._num_switches, time.monotonic()
-        while self._running is not rank and self._failure is None and rank.state is not _State.FINISHED:
-            rank.baton.wait(1.0)
-            if seen != self._num_switches:
-                seen, since = self._num_switches, time.monotonic()
-            elif time.monotonic() - since > self._stall_s:
-                self._failure = partial(WireError, self._stalled())
-        if self._failure is not None:
-            raise self._failure()
-        if rank.state is not _State.FINISHED:
-            rank.state = _State.RUNNING
-
-    def _wait(self, me: _Turn, seconds: float, state: _State) -> None:
-        with self.lock:
-            if state is _State.WAITING and me.wire._woken:  # by another thread, since the caller looked
-                return
-            me.state = state
-            me.until = self.now + seconds
-            self._set_alarm(me)
-            self._pass_baton()
-            self._await_turn(me)
-
-    def _finish(self, me: _Turn) -> None:
-        with self.lock:
-            if me.state is _State.FINISHED:
-                return
-            if self._failure is None:
-                self._await_turn(me)
-            me.state = _State.FINISHED
-            self.trace.record(self.now, f"finish {me.number}")
-            if self._running is me:
-                self._pass_baton()
-
-    def _pass_baton(self) -> None:
-        """Draw who goes on, letting events happen until somebody can. Nobody: all have finished."""
-        while not self._ready and self._failure is None:
-            if not any(rank.blocked for rank in self._turns.values()):
-                self._running = None
-                return
-            self._advance()
-        if self._failure is not None:
-            for rank in self._turns.values():
-                rank.baton.notify_all()
-            return
-        chosen = self._ready.pop(self._random.randrange(len(self._ready)))
-        self._running = chosen
-        self._num_switches += 1
-        chosen.baton.notify_all()
-
-    def _let_go_on(self, rank: _Turn) -> None:
-        """A blocked rank has a reason to run."""
-        if not rank.blocked:
-            return
-        if rank.paused is not None and not rank.wire.is_killed:
-            self.ledger.fired[str(rank.paused)] += 1
-            rank.due = True
-            return
-        rank.state = _State.READY
-        rank.until = math.inf
-        self._ready.append(rank)
-
-    def _nudge(self, rank: _Turn) -> None:
-        with self.lock:
-            rank.wire._woken = True
-            if rank.state is _State.WAITING:
-                self._let_go_on(rank)
-
-    # The clock: events in the order of time, then of their making ----------------------------------------------------
-
-    def _at(self, time_s: float, event: Callable[[], bool]) -> None:
-        self._sequence += 1
-        heapq.heappush(self._events, (max(time_s, self.now), self._sequence, event))
-
-    def _advance(self) -> None:
-        if not self._events:
-            self._failure = partial(VirtualDeadlock, self._deadlock())
-            return
-        before = self.now
-        self.now, _, event = heapq.heappop(self._events)
-        if self.now > self._deadline_s:
-            self._failure = partial(
-                OutOfBudget,
-                f"virtual time passed the deadline of {self._deadline_s:g} s: {self._who_does_what()}. The program "
-                f"would go on for "
-                f"ever, or is long: allow more with deadline_s=...",
-            )
-        elif not event():
-            self.now = before  # an alarm that was put off: nothing happened
-            return
-        self.num_events += 1
-        for fault in [fault for fault in self._by_count if fault.at_event == self.num_events]:
-            self._inject(fault)
-
-    def _set_alarm(self, rank: _Turn) -> None:
-        """See that a blocked rank goes on at `rank.until`. One alarm each, put off as needed, keeps the heap small."""
-        if rank.until < rank.alarm:
-            rank.alarm = rank.until
-            self._at(rank.alarm, partial(self._ring, rank, rank.alarm))
-
-    def _ring(self, rank: _Turn, alarm: float) -> bool:
-        if alarm != rank.alarm:
-            return False
-        rank.alarm = math.inf
-        if not rank.blocked:
-            return False
-        if rank.until > alarm:
-            self._set_alarm(rank)
-            return False
-        self.trace.record(self.now, f"alarm {rank.number}")
-        self._let_go_on(rank)
-        return True
 
     # The network -----------------------------------------------------------------------------------------------------
 
-    def _send(self, message: _Message) -> None:
+    def _send(self, message: _Transmission) -> None:
         with self.lock:
             source, target = message.source, message.target
             link = self.model.link(source, target)
@@ -408,17 +205,17 @@ class VirtualWorld:
             self._at(end, partial(self._leave, message))
             self._at(head, partial(self._first_byte, message, end - start))
 
-    def _leave(self, message: _Message) -> bool:
+    def _leave(self, message: _Transmission) -> bool:
         """The last byte has left the sender: now its memory is read, and the send is done."""
         if message.sender.is_killed:
             message.truncated = True
             return True
         if isinstance(message.item, Arrival):
             message.item.envelope.read()
-            self._push(message.sender.turn, Sent(message.item.envelope))
+            self._push(message.sender.seat, Sent(message.item.envelope))
         return True
 
-    def _first_byte(self, message: _Message, seconds: float) -> bool:
+    def _first_byte(self, message: _Transmission, seconds: float) -> bool:
         if self._is_severed(message):
             return True
         if self._is_cut(message.source, message.target):
@@ -428,37 +225,41 @@ class VirtualWorld:
         self._at(done, partial(self._last_byte, message))
         return True
 
-    def _last_byte(self, message: _Message) -> bool:
+    def _last_byte(self, message: _Transmission) -> bool:
         self.trace.record(self.now, f"arrive {message.source} {message.target} {_name(message.item)}")
-        target = self._turns[message.target]
+        target = self._seats[message.target]
         if not message.truncated and not self._is_severed(message) and target.wire.life == message.target_life:
             self._push(target, message.item)
         return True
 
-    def _is_severed(self, message: _Message) -> bool:
+    def _is_severed(self, message: _Transmission) -> bool:
         return (message.source, message.target) in self._severed
 
-    def _push(self, target: _Turn, item: Item) -> None:
+    def _push(self, target: Seat, item: Item) -> None:
         if target.gone:
             return
         target.wire._inbox.append(item)
-        if target.state is _State.WAITING:
+        if target.activity is Activity.WAITING:
             self._let_go_on(target)
 
     def _say_goodbye(self, wire: VirtualWire) -> None:
         for other in wire.peers:
-            self._send(_Message(wire, other, 0, Goodbye(wire.life)))
+            self._send(_Transmission(wire, other, 0, Goodbye(wire.life)))
 
     # Faults ----------------------------------------------------------------------------------------------------------
+
+    def _event_happened(self) -> None:
+        for fault in [fault for fault in self._by_count if fault.at_event == self.num_events]:
+            self._inject(fault)
 
     def _inject(self, fault: Fault) -> bool:
         self.trace.record(self.now, str(fault))
         match fault:
             case Kill(node):
-                if self._end(self._turns[int(node)], "its process died"):
+                if self._end(self._seats[int(node)], "its process died"):
                     self.ledger.fired[str(fault)] += 1
             case Pause(node):
-                self._pause(self._turns[int(node)], fault)
+                self._pause(self._seats[int(node)], fault)
             case Cut():
                 self._cuts.append(fault)
                 self._at(self.now + self.model.silence_s, partial(self._give_up_cut, fault))
@@ -466,11 +267,11 @@ class VirtualWorld:
                     self._at(self.now + fault.for_s, partial(self._heal, fault))
         return True
 
-    def _kill(self, rank: _Turn, reason: str) -> None:
+    def _kill(self, rank: Seat, reason: str) -> None:
         with self.lock:
             self._end(rank, reason)
 
-    def _end(self, rank: _Turn, reason: str) -> bool:
+    def _end(self, rank: Seat, reason: str) -> bool:
         if rank.gone:
             return False
         rank.wire._killed = reason
@@ -478,17 +279,17 @@ class VirtualWorld:
         self._at(self.now + self.model.detect_s, partial(self._lose_everywhere, rank, reason))
         return True
 
-    def _lose_everywhere(self, rank: _Turn, reason: str) -> bool:
+    def _lose_everywhere(self, rank: Seat, reason: str) -> bool:
         self.trace.record(self.now, f"lost {rank.number}")
-        for other in self._turns.values():
+        for other in self._seats.values():
             if other is not rank:
                 self._push(other, Gone(rank.wire.life, reason))
         return True
 
-    def _pause(self, rank: _Turn, pause: Pause) -> None:
+    def _pause(self, rank: Seat, pause: Pause) -> None:
         if rank.gone:
             return
-        if rank.state is _State.COMPUTING:  # what was left of the computation is left afterwards
+        if rank.activity is Activity.COMPUTING:  # what was left of the computation is left afterwards
             rank.until += pause.for_s
             self.ledger.fired[str(pause)] += 1
         rank.paused = pause
@@ -496,7 +297,7 @@ class VirtualWorld:
         if pause.for_s > self.model.silence_s:
             self._at(self.now + self.model.silence_s, partial(self._give_up_paused, rank, pause))
 
-    def _resume(self, rank: _Turn, pause: Pause) -> bool:
+    def _resume(self, rank: Seat, pause: Pause) -> bool:
         if rank.paused is not pause:
             return False
         rank.paused = None
@@ -505,11 +306,11 @@ class VirtualWorld:
             self._let_go_on(rank)
         return True
 
-    def _give_up_paused(self, rank: _Turn, pause: Pause) -> bool:
+    def _give_up_paused(self, rank: Seat, pause: Pause) -> bool:
         if rank.paused is not pause or rank.gone:
             return False
         self.ledger.fired[str(pause)] += 1
-        for other in self._turns:
+        for other in self._seats:
             if other != rank.number:
                 self._sever(rank.number, other)
         return True
@@ -518,15 +319,15 @@ class VirtualWorld:
         if cut not in self._cuts:
             return False
         self.ledger.fired[str(cut)] += 1
-        for a in self._turns:
-            for b in self._turns:
+        for a in self._seats:
+            for b in self._seats:
                 if b < a and cut.separates(a, b):
                     self._sever(a, b)
         return True
 
     def _sever(self, a: int, b: int) -> None:
         """Two ranks have given each other up: nothing passes between them any more."""
-        one, other = self._turns[a], self._turns[b]
+        one, other = self._seats[a], self._seats[b]
         if (a, b) in self._severed or one.gone or other.gone:
             return
         self._severed |= {(a, b), (b, a)}
@@ -549,25 +350,6 @@ class VirtualWorld:
         for cut in hit:
             self.ledger.fired[str(cut)] += 1
         return bool(hit)
-
-    # What to say when nothing goes on --------------------------------------------------------------------------------
-
-    def _who_does_what(self) -> str:
-        return ", ".join(f"rank {rank.number} is {rank.state.value}" for rank in self._turns.values())
-
-    def _deadlock(self) -> str:
-        return (
-            f"at virtual time {self.now:g} s nothing is left to happen and nobody waits with a timeout: "
-            f"{self._who_does_what()}.\n"
-            f"Every rank waits for a message that nobody sends. Give progress a finite timeout to see whose."
-        )
-
-    def _stalled(self) -> str:
-        culprit = "nobody" if self._running is None else f"rank {self._running.number}"
-        return (
-            f"{culprit} has run for {self._stall_s:g} s of real time without waiting on its wire, and the others with it.\n"
-            f"It hangs, its thread was not started, or it ended without wire.close(). Long computations: stall_s=..."
-        )
 
 
 def _check_world(size: int, model: NetworkModel, faults: list[Fault]) -> None:

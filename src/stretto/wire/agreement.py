@@ -107,7 +107,7 @@ class Agreement:
         self._heard.pop(sequence, None)
 
     def _missing(self, sequence: int) -> list[int]:
-        """Who has not spoken. Raises as soon as one of them cannot, or another rank has given up."""
+        """The ranks that have not spoken. Raises as soon as one of them cannot, or another rank has given up."""
         heard = self._heard.get(sequence, {})
         for source, said in heard.items():
             if said.failure:

@@ -161,7 +161,7 @@ class MailboxWire(Wire, Generic[M]):
                 f"once.\nGive every message of a collective its own index."
             )
         receive = PostedReceive(handle, num_bytes, dtype, tag.digest, consume, into)
-        parked = self._unpark(key)
+        parked = self._unpark(key) if key in self._parked else None
         if parked is not None:
             self._hand_over(receive, parked)
         elif (lost := self._loss_of(source)) is not None:

@@ -23,11 +23,14 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from stretto.errors import ConfigurationError, PeerLost, WireError
-from stretto.wire.base import Consume, Handle, OnMessage, Tag
+from stretto.wire.base import Handle, OnMessage, Tag
 from stretto.wire.frames import MAX_PAYLOAD_BYTES
+
+if TYPE_CHECKING:
+    from stretto.wire.mailbox import MailboxWire
 
 TOPIC_CREDIT: Final = 4
 TOPIC_HEAD: Final = 5
@@ -43,30 +46,6 @@ RETURN: Final = 2
 ASK: Final = 3
 CREDIT: Final = struct.Struct("<BIQ")  # what, channel, bytes
 HEAD: Final = struct.Struct("<IIIQ")  # channel, number of the long payload (0: it rides), bytes of the header, of the payload
-
-
-class Carrier(Protocol):
-    """What is needed of a wire."""
-
-    rank: int
-    lost: dict[int, PeerLost]
-
-    @property
-    def peers(self) -> list[int]: ...
-    def send(
-        self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None
-    ) -> Handle: ...
-    def recv(
-        self,
-        source: int,
-        tag: Tag,
-        num_bytes: int,
-        dtype: int,
-        consume: Consume,
-        on_done: Callable[[Handle], None] | None = None,
-    ) -> Handle: ...
-    def _post(self, to: int, topic: int, body: bytes) -> None: ...
-    def _lose(self, rank: int, reason: str) -> None: ...
 
 
 class Service(NamedTuple):
@@ -125,7 +104,7 @@ class Inflow:
 class Serving:
     """The services and offers of one wire; driven by its `progress`. See the module's text."""
 
-    def __init__(self, wire: Carrier) -> None:
+    def __init__(self, wire: MailboxWire[Any]) -> None:
         self._wire = wire
         self.credit_given = 0  # to each peer, in all
         self._services: dict[int, Service] = {}

@@ -10,10 +10,8 @@ not trust their network.
     recv    the header says which receive it is for; the payload is read into the tensor (copy) or into one
             reused buffer and added from there (add)
 
-The lower rank accepts, the higher connects; both prove that they know the job's secret (`handshake.py`, `door.py`). Then the port
-is closed, or stays open for workers that are admitted later (`accept_later`): a newcomer connects to all that were there before
-it, and waits at the door until it is admitted. A goodbye travels on the same connection before its end, so an end without one
-is a loss, at once.
+How connections are made is `tcp_meeting.py`'s part. A goodbye travels on the same connection before its end, so an end without
+one is a loss, at once.
 
 Silence. Heartbeats are frames sent when there is nothing else to say. A peer from which nothing has come for `silence_s` is
 lost, unless it can be seen to be alive: heartbeats are sent by Python, and a worker that holds the interpreter lock for long is
@@ -24,95 +22,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import select
-import socket
 import threading
 import weakref
-from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 
-from stretto.errors import SecretError
-from stretto.launching.hosts import split_address
-from stretto.launching.membership import Peer
-from stretto.launching.secret import job_secret
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
-from stretto.wire.awaited import TRY_EVERY_S
 from stretto.wire.base import Handle
-from stretto.wire.door import HANDSHAKE_S, MAX_STRANGERS, can_hide
-from stretto.wire.framed import TOPIC_HELLO, Connection, FramedWire, log
+from stretto.wire.framed import log
 from stretto.wire.frames import FrameKind, Header
-from stretto.wire.handshake import Life, handshake_key, introduce_ourselves
-from stretto.wire.mailbox import PostedReceive
-from stretto.wire.pulse import Acquaintance, Pulse
+from stretto.wire.tcp_connection import READ_AHEAD_BYTES, OutgoingBytes, TcpConnection
+from stretto.wire.tcp_meeting import TcpMeeting
 from stretto.wire.tcp_writer import Writer
 
-READ_AHEAD_BYTES = 64 << 10
 READS_AT_ONCE = 8  # per connection and turn, so that one busy peer does not starve the others
-MAX_GATHER = 16
 HAND_OVER_BYTES = 256 << 10  # smaller payloads are written faster than handed to the writing thread
-RETRY_S = 0.05
 BEATS = 6  # heartbeats within `silence_s`: a short outage costs some of them, and TCP takes a while to catch up afterwards
 LOOKS = 40  # at the time, within `silence_s`
 
 
-class _Outgoing:
-    """Bytes on their way: what is left of a frame, and whom to tell when the last has gone."""
-
-    __slots__ = ("handle", "view")
-
-    def __init__(self, view: memoryview, handle: Handle | None) -> None:
-        self.view = view
-        self.handle = handle
-
-
-class Stream(Connection):
-    """One TCP connection and how far reading and writing have got on it."""
-
-    def __init__(self, peer: Peer, mine: Peer, connection: socket.socket, now: float, *, shared_memory: bool) -> None:
-        super().__init__(peer, mine, shared_memory=shared_memory)
-        self.socket = connection
-        self.descriptor = connection.fileno()
-        self.outgoing: deque[_Outgoing] = deque()
-        self.wants_to_write = False
-        self.lock = threading.Lock()  # for what the writing thread touches too, where there is one
-        self.handed_over = False
-        self.closed = False
-        self.spoke_at = now
-        self.heard = False  # something, since the last look
-        self.silent_s = 0.0  # counted only while we were listening
-        self.warned = False
-        # Reading: bytes taken from the kernel and not looked at yet are ahead[begin:end].
-        self.ahead = memoryview(bytearray(READ_AHEAD_BYTES))
-        self.begin = self.end = 0
-        self.header: Header | None = None
-        self.expected: PostedReceive | None = None  # the receive that the payload being read is for
-        self.target = memoryview(b"")
-        self.filled = 0
-        self.staging = memoryview(bytearray(0))
-
-    def write_some(self) -> list[Handle]:
-        """One system call; returns the transfers it ended. Raises BlockingIOError when the kernel takes no more."""
-        outgoing, finished = self.outgoing, []
-        sent = self.socket.sendmsg([outgoing[i].view for i in range(min(len(outgoing), MAX_GATHER))])
-        while outgoing and sent >= outgoing[0].view.nbytes:
-            item = outgoing.popleft()
-            sent -= item.view.nbytes
-            if item.handle is not None:
-                finished.append(item.handle)
-        if sent:
-            outgoing[0].view = outgoing[0].view[sent:]
-        return finished
-
-    def staging_of(self, num_bytes: int) -> memoryview:
-        if self.staging.nbytes < num_bytes:
-            self.staging = memoryview(bytearray(num_bytes))
-        return self.staging[:num_bytes]
-
-
-class TcpWire(FramedWire):
+class TcpWire(TcpMeeting):
     """See the module's text. The constructor listens; publish `address`, then `connect` to everybody."""
 
     def __init__(
@@ -134,134 +64,24 @@ class TcpWire(FramedWire):
             shared_memory=shared_memory, accept_later=accept_later,
         )  # fmt: skip
         self._writer = Writer(self.wake) if write_in_thread else None
-        self._pulse: Pulse | None = None
-        self._connections: dict[int, Stream] = {}
-        self._by_descriptor: dict[int, Stream] = {}
-        self._poller = select.poll()
         self._poller.register(self._far.fileno(), select.POLLIN)
-        self._newcomers: dict[Life, socket.socket] = {}  # who has proved to know the secret, and waits to be admitted
         self._unfinished: set[int] = set()  # ranks with bytes read ahead that wait for another turn
         self._looked_at = self.now()
         # A forked child (a DataLoader's worker) would keep the connections open after this process has died: nobody would notice.
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_child(this))
 
-    # -- making connections -------------------------------------------------------------------------------------------
-
-    def connect(self, peers: Sequence[Peer], nonce: bytes) -> None:
-        mine = self._meet_everybody(peers)
-        secret = job_secret(self._secret, nonce)
-        deadline = self.now() + self.timeouts.connect_s
-        self._door.open(handshake_key(secret))
-        try:
-            for peer in peers:
-                if _seniority(peer) < _seniority(mine):
-                    self._adopt(peer, mine, self._dial(peer, handshake_key(secret), deadline))
-            self._await_juniors(peers, mine, deadline)
-            self._greet(peers, mine, secret, deadline)
-        finally:
-            if not self._accept_later:
-                self._door.close()
-        self._announce_services()
-
-    def _dial(self, peer: Peer, key: bytes, deadline: float) -> socket.socket:
-        while True:
-            try:
-                patience_s = min(HANDSHAKE_S, max(RETRY_S, deadline - self.now()))
-                connection = socket.create_connection(split_address(peer.address), timeout=patience_s)
-                try:
-                    introduce_ourselves(connection, key, Life(self.rank, self._born), Life(peer.rank, peer.generation))
-                    return connection
-                except (OSError, SecretError):
-                    connection.close()
-                    raise
-            except ConnectionRefusedError:
-                raise self._awaited.gone(peer) from None
-            except OSError as error:
-                if self.now() > deadline:
-                    raise self._awaited.unreachable([peer], str(error)) from error
-                threading.Event().wait(RETRY_S)  # strangers crowd its port, or a route is just coming up
-
-    def _await_juniors(self, peers: Sequence[Peer], mine: Peer, deadline: float) -> None:
-        missing = {Life(peer.rank, peer.generation): peer for peer in peers if _seniority(peer) > _seniority(mine)}
-        while missing:
-            try:
-                life, connection = self._door.arrived.get(timeout=TRY_EVERY_S)
-            except queue.Empty:
-                self._awaited.try_one(list(missing.values()), self.now())
-                if self.now() > deadline:
-                    raise self._awaited.unreachable(list(missing.values()), "it did not connect") from None
-                continue
-            if life in missing:
-                self._adopt(missing.pop(life), mine, connection)
-            else:
-                self._let_wait(life, connection)
-
-    def _adopt(self, peer: Peer, mine: Peer, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        adopted = Stream(peer, mine, connection, self.now(), shared_memory=self._shared_memory)
-        self._connections[peer.rank] = adopted
-        self._by_descriptor[adopted.descriptor] = adopted
-        self._poller.register(adopted.descriptor, select.POLLIN)
-
-    def _greet(self, peers: Sequence[Peer], mine: Peer, secret: bytes, deadline: float) -> None:
-        """Exchange greetings with everybody, and give a pulse to those that cannot be looked up in /proc."""
-        far = [connection.rank for connection in self._connections.values() if not connection.near]
-        if far and can_hide():  # a second port that stays open would be one more for strangers to crowd
-            host, _ = split_address(mine.address)
-            self._pulse = Pulse(self.rank, host, secret, self.timeouts.silence_s)
-        for rank in self._connections:
-            self.post(rank, TOPIC_HELLO, self._pulse.greeting if self._pulse is not None and rank in far else b"")
-        while not all(connection.greeted for connection in self._connections.values()):
-            self._raise_if_lost()
-            if self.now() > deadline:
-                raise self._awaited.unreachable([peer for peer in peers if peer.rank != self.rank], "no greeting came back")
-            self.progress(0.2)
-        if self._pulse is not None:
-            known = [self._connections[rank] for rank in far if rank not in self.lost and self._connections[rank].greeting]
-            self._pulse.meet({each.rank: Acquaintance(each.address, each.greeting) for each in known}, deadline)
-
-    # -- newcomers ----------------------------------------------------------------------------------------------------
-
-    def _let_wait(self, life: Life, connection: socket.socket) -> None:
-        """A worker of this job that nobody has admitted yet, or one of another life, whom nobody ever will."""
-        before = self._newcomers.pop(life, None)
-        self._newcomers[life] = connection
-        if before is None and len(self._newcomers) > MAX_STRANGERS:
-            before = self._newcomers.pop(next(iter(self._newcomers)))
-        if before is not None:
-            before.close()
-
-    def _look_at_the_door(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._let_wait(*self._door.arrived.get_nowait())
-        for peer in list(self._admitted.values()):
-            self._begin_admission(peer)
-
-    def _begin_admission(self, peer: Peer) -> None:
-        connection = self._newcomers.pop(Life(peer.rank, peer.generation), None)
-        if connection is not None and self._mine is not None:
-            self._adopt(peer, self._mine, connection)
-            self._joined(peer.rank)
-            self.post(peer.rank, TOPIC_HELLO, b"")  # without a pulse: its silence alone decides
-
-    def _forget(self, rank: int) -> None:
-        super()._forget(rank)
-        self._connections.pop(rank, None)
-
     # -- what every framed wire needs from its transport --------------------------------------------------------------
 
     def _send_frame(self, to: int, frame: bytes) -> None:
-        self._enqueue(self._connections[to], [_Outgoing(memoryview(frame), None)])
+        self._enqueue(self._connections[to], [OutgoingBytes(memoryview(frame), None)])
 
     def _send_payload(self, handle: Handle, data: memoryview, dtype: int) -> None:
         head = memoryview(self._head(FrameKind.INLINE, handle.tag, dtype, data.nbytes))
-        items = [_Outgoing(head, None), _Outgoing(data, handle)] if data.nbytes else [_Outgoing(head, handle)]
+        items = [OutgoingBytes(head, None), OutgoingBytes(data, handle)] if data.nbytes else [OutgoingBytes(head, handle)]
         self._enqueue(self._connections[handle.peer], items)
 
-    def _enqueue(self, connection: Stream, items: list[_Outgoing]) -> None:
+    def _enqueue(self, connection: TcpConnection, items: list[OutgoingBytes]) -> None:
         with connection.lock:
             connection.outgoing.extend(items)
             if connection.handed_over:
@@ -296,7 +116,7 @@ class TcpWire(FramedWire):
                 connection.closed = True
                 connection.socket.close()
 
-    def _last_word(self, connection: Stream) -> None:
+    def _last_word(self, connection: TcpConnection) -> None:
         """A peer that leaves waits for our farewell: get it out, unless the connection is stuck."""
         patience = threading.Event()
         for _ in range(50):
@@ -319,7 +139,7 @@ class TcpWire(FramedWire):
                 connection.target = memoryview(bytearray(connection.target.nbytes))
             self._withdraw(connection, (channel, sequence))
 
-    def _withdraw(self, connection: Stream, name: tuple[int, int]) -> None:
+    def _withdraw(self, connection: TcpConnection, name: tuple[int, int]) -> None:
         """What is queued from memory that its owner takes back goes out as it is now, from a copy: the frame was promised."""
         with connection.lock:
             for item in connection.outgoing:
@@ -338,7 +158,8 @@ class TcpWire(FramedWire):
             if descriptor == wake:
                 with contextlib.suppress(BlockingIOError):
                     self._far.recv(4096)
-                self._look_at_the_door()
+                if self._accept_later:
+                    self._look_at_the_door()
                 continue
             connection = self._by_descriptor.get(descriptor)
             if connection is not None and event & ~select.POLLOUT:
@@ -353,7 +174,7 @@ class TcpWire(FramedWire):
             self._hear_from_writer(self._writer)
         self._look_after_silence()
 
-    def _write(self, connection: Stream) -> None:
+    def _write(self, connection: TcpConnection) -> None:
         """Write what the kernel takes, and ask to be told when it takes more."""
         outgoing = connection.outgoing
         try:
@@ -384,7 +205,7 @@ class TcpWire(FramedWire):
             if not connection.closed:
                 self._lose(connection.rank, f"its connection broke: {problem} (its process ended or was killed)")
 
-    def _read(self, connection: Stream) -> None:
+    def _read(self, connection: TcpConnection) -> None:
         try:
             for _ in range(READS_AT_ONCE):
                 if not self._read_once(connection):
@@ -402,7 +223,7 @@ class TcpWire(FramedWire):
         if connection.begin < connection.end:
             self._unfinished.add(connection.rank)
 
-    def _read_once(self, connection: Stream) -> bool:
+    def _read_once(self, connection: TcpConnection) -> bool:
         """One system call at most; False at the end of the stream."""
         if connection.header is not None and connection.begin == connection.end:
             received = connection.socket.recv_into(connection.target[connection.filled :])
@@ -411,7 +232,7 @@ class TcpWire(FramedWire):
             if connection.begin == connection.end:
                 connection.begin = connection.end = 0
             elif connection.end == READ_AHEAD_BYTES:
-                self._make_room(connection)
+                connection.make_room()
             received = connection.socket.recv_into(connection.ahead[connection.end :])
             connection.end += received
         if not received:
@@ -421,24 +242,19 @@ class TcpWire(FramedWire):
         self._digest(connection)
         return True
 
-    def _make_room(self, connection: Stream) -> None:
-        left = connection.end - connection.begin
-        connection.ahead[:left] = bytes(connection.ahead[connection.begin : connection.end])
-        connection.begin, connection.end = 0, left
-
-    def _digest(self, connection: Stream) -> None:
+    def _digest(self, connection: TcpConnection) -> None:
         """Turn the bytes that are here into frames, as far as they go."""
         while connection.rank not in self.lost:
             if connection.header is None:
                 if connection.end - connection.begin < frames.HEADER_BYTES:
                     return
                 self._begin_frame(connection)
-            self._take_ahead(connection)
+            connection.take_ahead()
             if connection.filled < connection.target.nbytes:
                 return
             self._end_frame(connection)
 
-    def _begin_frame(self, connection: Stream) -> None:
+    def _begin_frame(self, connection: TcpConnection) -> None:
         head = connection.ahead[connection.begin : connection.begin + frames.HEADER_BYTES]
         connection.begin += frames.HEADER_BYTES
         header = frames.decode_stream(head)
@@ -452,7 +268,7 @@ class TcpWire(FramedWire):
         connection.filled = 0
         connection.target = self._target(connection, header)
 
-    def _target(self, connection: Stream, header: Header) -> memoryview:
+    def _target(self, connection: TcpConnection, header: Header) -> memoryview:
         if header.kind == FrameKind.SHARED:
             return memoryview(b"")
         if header.kind != FrameKind.INLINE:
@@ -468,16 +284,7 @@ class TcpWire(FramedWire):
                 return expected.into
         return connection.staging_of(header.num_bytes)
 
-    def _take_ahead(self, connection: Stream) -> None:
-        wanted = connection.target.nbytes - connection.filled
-        count = min(wanted, connection.end - connection.begin)
-        if count:
-            part = connection.ahead[connection.begin : connection.begin + count]
-            connection.target[connection.filled : connection.filled + count] = part
-            connection.filled += count
-            connection.begin += count
-
-    def _end_frame(self, connection: Stream) -> None:
+    def _end_frame(self, connection: TcpConnection) -> None:
         header, target, expected = connection.header, connection.target, connection.expected
         assert header is not None
         connection.header = connection.expected = None
@@ -487,13 +294,9 @@ class TcpWire(FramedWire):
                 expected.consume(target)
             expected.handle.finish()
         elif header.kind == FrameKind.INLINE:
-            self._take_in(connection.rank, header, self._private(connection, target))
+            self._take_in(connection.rank, header, connection.private(target))
         elif header.kind != FrameKind.HEARTBEAT:
             self._dispatch(connection.rank, header, target)
-
-    def _private(self, connection: Stream, target: memoryview) -> memoryview:
-        """What may be parked must not lie in the buffer that the next frame uses."""
-        return memoryview(bytes(target)) if target.obj is connection.staging.obj else target
 
     # -- silence ------------------------------------------------------------------------------------------------------
 
@@ -515,7 +318,7 @@ class TcpWire(FramedWire):
             if connection.silent_s > silence_s:
                 self._judge_silence(connection)
 
-    def _judge_silence(self, connection: Stream) -> None:
+    def _judge_silence(self, connection: TcpConnection) -> None:
         if self._is_alive(connection):
             if not connection.warned:
                 connection.warned = True
@@ -531,7 +334,7 @@ class TcpWire(FramedWire):
             f"silent for {connection.silent_s:.0f} s (its process is stopped, or its host or network is down)",
         )
 
-    def _is_alive(self, connection: Stream) -> bool:
+    def _is_alive(self, connection: TcpConnection) -> bool:
         """Whether a silent worker can be seen to be alive in another way."""
         if connection.near:
             return _is_running(connection.pid)
@@ -564,11 +367,6 @@ class TcpWire(FramedWire):
             self._writer.stop(1.0)
         self._near.close()
         self._far.close()
-
-
-def _seniority(peer: Peer) -> tuple[int, int]:
-    """Of two workers the junior connects: the one that joined later, or of the same generation the one of the higher rank."""
-    return peer.generation, peer.rank
 
 
 def _close_in_child(reference: weakref.ref[TcpWire]) -> None:

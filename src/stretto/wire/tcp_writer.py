@@ -21,24 +21,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stretto.wire.base import Handle
-    from stretto.wire.tcp import Stream
+    from stretto.wire.tcp_connection import TcpConnection
 
 
 class Writer:
     """Writes what is queued on the connections handed to it; reports back through `written` and `broken`, then calls `notify`."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
-        self.written: deque[tuple[Stream, Handle]] = deque()
-        self.broken: deque[tuple[Stream, str]] = deque()
+        self.written: deque[tuple[TcpConnection, Handle]] = deque()
+        self.broken: deque[tuple[TcpConnection, str]] = deque()
         self._notify = notify
-        self._incoming: deque[Stream] = deque()
+        self._incoming: deque[TcpConnection] = deque()
         self._near, self._far = socket.socketpair()
         self._near.setblocking(False)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="stretto-write", daemon=True)
         self._thread.start()
 
-    def take(self, connection: Stream) -> None:
+    def take(self, connection: TcpConnection) -> None:
         """From now on, until its queue is empty, this thread writes to the connection."""
         self._incoming.append(connection)
         self._wake()
@@ -57,7 +57,7 @@ class Writer:
     def _run(self) -> None:
         poller = select.poll()
         poller.register(self._far.fileno(), select.POLLIN)
-        blocked: dict[int, Stream] = {}
+        blocked: dict[int, TcpConnection] = {}
         while not self._stopping:
             for descriptor, _ in poller.poll(1000):
                 if descriptor == self._far.fileno():
@@ -71,7 +71,7 @@ class Writer:
                     blocked[connection.descriptor] = connection
                     poller.register(connection.descriptor, select.POLLOUT)
 
-    def _write(self, connection: Stream) -> bool:
+    def _write(self, connection: TcpConnection) -> bool:
         """Write until the queue is empty (True: the connection is the wire's again) or the kernel is full (False)."""
         while True:
             with connection.lock:

@@ -63,7 +63,7 @@ WELCOME = b"welcome"  # in a greeting: yours has been read
 IDENTITY = struct.Struct("<II8s")  # rank, generation, and something random
 
 
-class _Connection(Connection):
+class DealerConnection(Connection):
     def __init__(self, peer: Peer, mine: Peer, dealer: zmq.Socket[bytes], *, shared_memory: bool) -> None:
         super().__init__(peer, mine, shared_memory=shared_memory)
         self.dealer = dealer
@@ -106,8 +106,8 @@ class ZeroMQWire(FramedWire):
         )  # fmt: skip
         self._identity = IDENTITY.pack(rank, generation, secrets.token_bytes(8))
         self._job_secret = b""
-        self._connections: dict[int, _Connection] = {}
-        self._watched: dict[int, _Connection] = {}  # by their number
+        self._connections: dict[int, DealerConnection] = {}
+        self._watched: dict[int, DealerConnection] = {}  # by their number
         self._num_watched = 0
         self._sources: dict[bytes, int] = {}
         self._incoming: dict[int, int] = {}  # number of a connection that we accepted -> the rank that made it
@@ -188,7 +188,7 @@ class ZeroMQWire(FramedWire):
         dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(self.timeouts.connect_s * 1000))
         self._set_times(dealer)
         secure_client(dealer, self._job_secret)
-        connection = _Connection(peer, mine, dealer, shared_memory=self._shared_memory)
+        connection = DealerConnection(peer, mine, dealer, shared_memory=self._shared_memory)
         self._num_watched += 1
         connection.number_watched = self._num_watched
         self._connections[peer.rank] = self._watched[self._num_watched] = connection
@@ -275,7 +275,7 @@ class ZeroMQWire(FramedWire):
     def _drop(self, rank: int) -> None:
         self._close(self._connections[rank])
 
-    def _close(self, connection: _Connection) -> None:
+    def _close(self, connection: DealerConnection) -> None:
         self._suspects.pop(connection.rank, None)
         del self._watched[connection.number_watched]
         connection.dealer.disable_monitor()
@@ -374,7 +374,7 @@ class ZeroMQWire(FramedWire):
                 del self._suspects[rank]
                 self._lose(rank, self._why_disconnected(self._connections[rank]))
 
-    def _why_disconnected(self, connection: _Connection) -> str:
+    def _why_disconnected(self, connection: DealerConnection) -> str:
         """ZeroMQ does not say who closed a connection. It does so itself only after `silence_s` without a byte, so if a message
         has come since, it was the other side. Of a peer that had nothing to say for that long we cannot tell."""
         if self.now() - connection.heard_at < self.timeouts.silence_s:

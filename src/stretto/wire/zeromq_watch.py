@@ -24,7 +24,6 @@ from stretto.launching.zap import ZapHandler
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -37,7 +36,6 @@ ANSWER_S: Final = 10.0  # it takes a moment; without an answer a peer would not 
 class Seen(enum.Enum):
     CONNECTED = "connected"
     DISCONNECTED = "disconnected"
-    RETRIED = "retried"
     HUNG_UP = "hung up"  # in the middle of the handshake
 
 
@@ -167,6 +165,4 @@ def _meaning(event: int) -> Seen:
         return Seen.CONNECTED
     if event == zmq.EVENT_DISCONNECTED:
         return Seen.DISCONNECTED
-    if event == zmq.EVENT_CONNECT_RETRIED:
-        return Seen.RETRIED
     return Seen.HUNG_UP

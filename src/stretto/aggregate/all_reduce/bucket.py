@@ -22,12 +22,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.codec import Compression
-from stretto.compress.kept_memory import KeptMemory
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
-from stretto.compress.rounds import Turn
-from stretto.compress.state import State
+from stretto.compress.rounds import ExchangeContext
+from stretto.compress.state import CompressionState
 from stretto.engine.bucket import Bucket, dimension_order, gradient_dtype, group_parameters
 from stretto.engine.training import Named
 from stretto.schedule.orders import Schedule
@@ -81,8 +81,8 @@ class ReducedBucket(Bucket):
         self.is_precise = dtype in PRECISE
         self.compression = compression
         self.layout = Layout.in_memory((name, p.shape, dimension_order(p)) for name, p in members)
-        self.state = None if compression.lossless else State(self.layout, device)
-        self.turn: Turn | None = None  # in this round, if it is compressed
+        self.state = None if compression.lossless else CompressionState(self.layout, device)
+        self.turn: ExchangeContext | None = None  # in this round, if it is compressed
         self.exchange: Exchange | None = None  # in this round, once it has left
         self.kept: dict[Any, Any] = {}  # what is the same in every round
         self._said: tuple[Notes, tuple[bool, ...]] | None = None
@@ -114,13 +114,13 @@ class ReducedBucket(Bucket):
         gradients = self.gradients
         if gradients.dtype is torch.float32:
             return gradients
-        memory: KeptMemory = self.kept.setdefault(KeptMemory, KeptMemory())
+        memory: BufferPool = self.kept.setdefault(BufferPool, BufferPool())
         return memory.empty(len(gradients), torch.float32, gradients.device).copy_(gradients)
 
     def forget(self) -> None:
         """Begin anew with what its compression remembers."""
         if self.state is not None:
-            self.state = State(self.layout, self.flat.device)
+            self.state = CompressionState(self.layout, self.flat.device)
 
 
 def make_buckets(

@@ -40,9 +40,9 @@ from stretto.aggregate.all_reduce.exchange import MOST, DirectExchange, Exchange
 from stretto.aggregate.all_reduce.sparse import exchange_sparse
 from stretto.aggregate.all_reduce.unplaced import combine_unplaced
 from stretto.collectives.group import Group
-from stretto.compress.draw import Draw
-from stretto.compress.rounds import Turn
-from stretto.compress.state import State
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import ExchangeContext
+from stretto.compress.state import CompressionState
 from stretto.engine.bucket import gradient_dtype
 from stretto.engine.finite import FiniteCheck, is_finite
 from stretto.engine.state import copy_buffers, copy_by
@@ -195,11 +195,13 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         first_number = self._sequence + bucket.number * self._numbers_per_bucket
         self._begin(bucket, self._exchange(bucket, first_number, label))
 
-    def _turn(self, bucket: ReducedBucket, state: State, participation: Participation, weight: float) -> Turn | None:
+    def _turn(
+        self, bucket: ReducedBucket, state: CompressionState, participation: Participation, weight: float
+    ) -> ExchangeContext | None:
         """What this worker's codec begins the bucket's exchange with."""
         state = state.of_absent() if participation is Participation.ABSENT else state
-        draw, group = Draw.of_round(state.rounds, self._group.rank), self._group
-        return Turn(bucket.layout, state, draw, group.rank, group.size, self._algorithm, bucket.kept, weight)
+        draw, group = RandomKeys.of_round(state.rounds, self._group.rank), self._group
+        return ExchangeContext(bucket.layout, state, draw, group.rank, group.size, self._algorithm, bucket.kept, weight)
 
     def _noted_use(self, bucket: ReducedBucket) -> Sequence[bool]:
         if self._is_lossy:

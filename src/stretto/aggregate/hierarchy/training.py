@@ -32,8 +32,8 @@ from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.hierarchy.hosts import Hosts
 from stretto.aggregate.hierarchy.value import Hierarchy
 from stretto.collectives.group import Group
-from stretto.compress.rounds import Sum, Turn
-from stretto.compress.state import State
+from stretto.compress.rounds import ExchangeContext, Sum
+from stretto.compress.state import CompressionState
 from stretto.engine.training import Named, Participation, Setting, TensorsByName, TrainingState
 from stretto.fabric.base import Area, Fabric
 from stretto.fabric.choose import choose_fabric
@@ -126,7 +126,9 @@ class SynchronousHierarchy(SynchronousAllReduce):
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
-    def _turn(self, bucket: ReducedBucket, state: State, participation: Participation, weight: float) -> Turn | None:
+    def _turn(
+        self, bucket: ReducedBucket, state: CompressionState, participation: Participation, weight: float
+    ) -> ExchangeContext | None:
         return super()._turn(bucket, state, Participation.WORKING, 1.0) if self._is_mine(bucket) else None
 
     def _combine(self, bucket: ReducedBucket, values: Tensor, number: int, label: str) -> UnderWay:

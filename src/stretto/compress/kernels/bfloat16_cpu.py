@@ -1,4 +1,4 @@
-"""bfloat16 on the CPU: one pass each, on the bits. The same bytes as `bfloat16.encode_in_torch`.
+"""bfloat16 on the CPU: one pass each, on the bits. The same bytes as `BFloat16.encode_in_torch`.
 
 What makes loops vectorise: indices begin at zero of a slice (elsewhere each has a check for negative ones); every step is cast
 back to 32 bits (Numba widens to 64); and memory is seen through one array only, as integers (of two that overlap LLVM fears the
@@ -10,10 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.kernels.compiling import compiled
-from stretto.compress.kernels.draw_cpu import bits_of, mix
+from stretto.compress.kernels.random_numbers_cpu import bits_of, mix
+from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.sixteen_bits import halves_of, refuse_if
 
 Bits = NDArray[np.uint32]
 Halves = NDArray[np.uint16]
@@ -24,6 +30,22 @@ INFINITE = np.uint16(0x7F80)
 FINITE_BITS = np.uint16(0x7FFF)
 
 
+def encode(codec: BFloat16, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    halves = blocks.pool.empty(len(values), torch.int16, values.device)
+    bits, out = values.numpy().view("u4"), halves.numpy().view("u2")
+    if codec.stochastic:
+        bounds, keys = blocks.bounds.numpy(), blocks.keys.numpy()
+        _encode_stochastic(bits, bounds, keys, random.own, codec.limit_bits, out, residual)
+    else:
+        (_encode_residual if residual else _encode)(bits, codec.limit_bits, out)
+    return halves.view(torch.uint8)
+
+
+def decode(codec: BFloat16, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    halves = halves_of(payload, blocks).numpy().view("u2")
+    refuse_if(_add_decoded(halves, out.numpy()) if adding else _decode(halves, out.numpy().view("u4")))
+
+
 @compiled
 def rounded(bits: np.uint32, limit: np.uint32) -> np.uint32:
     magnitude = min(np.uint32(bits & MAGNITUDE), limit)
@@ -32,7 +54,7 @@ def rounded(bits: np.uint32, limit: np.uint32) -> np.uint32:
 
 
 @compiled
-def encode(bits: Bits, limit_bits: int, out: Halves) -> None:
+def _encode(bits: Bits, limit_bits: int, out: Halves) -> None:
     limit = np.uint32(limit_bits)
     for i in range(len(bits)):
         out[i] = np.uint16(rounded(bits[i], limit) >> SIXTEEN)
@@ -44,8 +66,8 @@ def without(bits: np.uint32, half: np.uint32) -> np.uint32:
 
 
 @compiled
-def encode_residual(bits: Bits, limit_bits: int, out: Halves) -> None:
-    """`bits` of the values on entry, of what was not said on return."""
+def _encode_residual(bits: Bits, limit_bits: int, out: Halves) -> None:
+    """`bits`: those of the values on entry, of the residual on return."""
     limit = np.uint32(limit_bits)
     for i in range(len(bits)):
         half = np.uint32(rounded(bits[i], limit) >> SIXTEEN)
@@ -54,7 +76,7 @@ def encode_residual(bits: Bits, limit_bits: int, out: Halves) -> None:
 
 
 @compiled
-def encode_stochastic(
+def _encode_stochastic(
     bits: Bits, bounds: NDArray[np.int64], keys: NDArray[np.int64], key: int, limit_bits: int, out: Halves, residual: bool
 ) -> None:
     limit = np.uint32(limit_bits)
@@ -71,7 +93,7 @@ def encode_stochastic(
 
 
 @compiled
-def decode(halves: Halves, out: Bits) -> Any:
+def _decode(halves: Halves, out: Bits) -> Any:
     """Whether any was not finite."""
     largest = np.uint16(0)
     for i in range(len(halves)):
@@ -81,7 +103,7 @@ def decode(halves: Halves, out: Bits) -> Any:
 
 
 @compiled
-def add_decoded(halves: Halves, total: NDArray[np.float32]) -> Any:
+def _add_decoded(halves: Halves, total: NDArray[np.float32]) -> Any:
     """Whether any was not finite; `total` is of no use then."""
     largest = np.uint16(0)
     for i in range(len(halves)):

@@ -1,4 +1,4 @@
-"""bfloat16 on a GPU: one pass each, on the bits. The same bytes as `bfloat16.encode_in_torch`."""
+"""bfloat16 on a GPU: one pass each, on the bits. The same bytes as `BFloat16.encode_in_torch`."""
 
 # What Triton compiles has no types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -10,46 +10,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.compress.kernels.cut_cuda import Pieces, cut_of, pieces_of
-from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
+from stretto.compress.bfloat16 import BFloat16
+from stretto.compress.kernels.device_blocks_cuda import Pieces, device_blocks_of, pieces_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
+from stretto.compress.kernels.random_numbers_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.sixteen_bits import halves_of, refuse_if
 
 TILE = 4096
 MAGNITUDE, SIGN, INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x8000), tl.constexpr(0x7F80)
 
 
-def encode(values: Tensor, limit_bits: int, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
+def encode(codec: BFloat16, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    """With `residual`, `values` becomes what the payload leaves out."""
     halves = torch.empty(len(values), dtype=torch.int16, device=values.device)
-    if len(values):
-        grid = (triton.cdiv(len(values), TILE),)
-        _encode[grid](values, halves, len(values), limit_bits, RESIDUAL=residual, TILE=TILE)
-    return halves.view(torch.uint8)
-
-
-def encode_stochastic(values: Tensor, blocks: Blocks, key: int, limit_bits: int, residual: bool) -> Tensor:
-    halves = torch.empty(len(values), dtype=torch.int16, device=values.device)
-    if len(values):
-        cut = cut_of(blocks, values.device)
+    if len(values) and codec.stochastic:
+        cut = device_blocks_of(blocks, values.device)
         if "pieces" not in cut.made:
             cut.made["pieces"] = pieces_of(blocks.lengths, TILE, values.device)
         pieces: Pieces = cut.made["pieces"]
         _encode_stochastic[(len(pieces.owners),)](
-            values, halves, cut.bounds, cut.keys, pieces.owners, pieces.firsts, as_argument(key), limit_bits,
+            values, halves, cut.bounds, cut.keys, pieces.owners, pieces.firsts, as_argument(random.own), codec.limit_bits,
             RESIDUAL=residual, TILE=TILE,
         )  # fmt: skip
+    elif len(values):
+        grid = (triton.cdiv(len(values), TILE),)
+        _encode[grid](values, halves, len(values), codec.limit_bits, RESIDUAL=residual, TILE=TILE)
     return halves.view(torch.uint8)
 
 
-def decode(halves: Tensor, out: Tensor, adding: bool) -> bool:
-    """Write to `out`, or add to it; whether any was not finite. `halves`: int16. Waits for the device."""
-    if not len(out):
-        return False
-    problem = new_flag(out.device)
-    _decode[(triton.cdiv(len(out), TILE),)](halves, out, problem, len(out), ADDING=adding, TILE=TILE)
-    return bool(wait_for(problem, out.device))
+def decode(codec: BFloat16, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    """Waits for the device."""
+    halves, problem = halves_of(payload, blocks), new_flag(out.device)
+    if len(out):
+        _decode[(triton.cdiv(len(out), TILE),)](halves, out, problem, len(out), ADDING=adding, TILE=TILE)
+        refuse_if(bool(wait_for(problem, out.device)))
 
 
 @kernel("limit", "n")

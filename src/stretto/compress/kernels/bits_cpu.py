@@ -1,4 +1,4 @@
-"""What the kernels of few bits have in common: packing, magnitudes, sums, and the random numbers of `draw.py`.
+"""What the kernels of few bits have in common: packing, magnitudes, sums, and the random numbers of `random_numbers.py`.
 
 All of it works on a piece of a block that lies in the first cache: at most `PIECE` values, a multiple of 8, so that pieces of any
 width end with a byte. LLVM makes vector code of these loops because they run over slices (an index that may be negative stops
@@ -17,8 +17,9 @@ import numpy.typing as npt
 from numba import types
 from numba.extending import intrinsic
 
-from stretto.compress.draw import GOLDEN, MULTIPLY_1, MULTIPLY_2
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.kernels.random_numbers_cpu import mix
+from stretto.compress.random_numbers import GOLDEN
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -28,8 +29,7 @@ Ints = npt.NDArray[np.int64]
 PIECE = 4096
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
-GOLDEN_STEP, _MULTIPLY_1, _MULTIPLY_2 = np.uint32(GOLDEN), np.uint32(MULTIPLY_1), np.uint32(MULTIPLY_2)
-_S8, _S15, _S16 = np.uint32(8), np.uint32(15), np.uint32(16)
+GOLDEN_STEP, _S8 = np.uint32(GOLDEN), np.uint32(8)
 _STEP = np.float32(2.0**-24)
 _EVERY_BYTE, _DIAGONAL = np.uint64(0x0101010101010101), np.uint64(0x8040201008040201)
 
@@ -65,24 +65,15 @@ def sum_of_squares(values: Floats) -> float:
 
 
 @compiled
-def mix(x: np.uint32) -> np.uint32:
-    x = np.uint32(x ^ np.uint32(x >> _S16))
-    x = np.uint32(x * _MULTIPLY_1)
-    x = np.uint32(x ^ np.uint32(x >> _S15))
-    x = np.uint32(x * _MULTIPLY_2)
-    return np.uint32(x ^ np.uint32(x >> _S15))
-
-
-@compiled
 def first_state(block_key: int, round_key: int, index: int) -> np.uint32:
-    """Of element `index` of a block; the next one's is `GOLDEN_STEP` more (cheaper than a multiplication for each)."""
+    """The state of element `index` of a block; the next one's is `GOLDEN_STEP` more (cheaper than a multiplication for each)."""
     base = mix(np.uint32(block_key ^ round_key))
     return np.uint32(base + np.uint32(np.uint32(index) * GOLDEN_STEP))
 
 
 @compiled
 def uniform(state: np.uint32) -> np.float32:
-    """That element's number in [0, 1): what `Draw.uniform` has."""
+    """That element's number in [0, 1): what `RandomKeys.uniform` has."""
     return np.float32(np.float32(np.int32(mix(state) >> _S8)) * _STEP)
 
 

@@ -8,7 +8,7 @@ unpack, every value reads its own byte, and the next one if its field goes on th
 the first cache by then. A payload may lie at any address.
 
 A program takes some whole blocks, each a row of its tile. If a block is too long for that, programs take a tile each of one block
-instead, and what is said of whole blocks (`measure`) must be known before.
+instead, and what describes a whole block (`measure`) must be known before.
 """
 
 # What Triton compiles has no types.
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import bits as packing
-from stretto.compress.kernels.cut_cuda import LONGEST, VECTOR, cut_of, pieces_of
+from stretto.compress.kernels.device_blocks_cuda import LONGEST, VECTOR, device_blocks_of, pieces_of
 from stretto.compress.kernels.int8_cuda import extent
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
@@ -36,9 +36,10 @@ BAD_SCALE, BAD_PADDING = tl.constexpr(packing.BAD_SCALE), tl.constexpr(packing.B
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Who packs what. `columns`, for kernels: `bounds`; `packed_bounds`, where each block's bytes begin behind the scales, and
-    the last ends; and where programs take tiles of a block (not `whole`), whose (`owners`) and which (`numbers`)."""
+class PackingPlan:
+    """How blocks are shared out among programs. `columns`, for kernels: `bounds`; `packed_bounds`, where each block's bytes begin
+    behind the scales, and the last ends; and where programs take tiles of a block (not `whole`), its number (`owners`), and which
+    of its tiles it is (`numbers`)."""
 
     columns: tuple[Tensor, Tensor, Tensor, Tensor]
     keys: Tensor
@@ -50,16 +51,16 @@ class Plan:
     counts: Tensor  # not `whole`: how many tiles each block has
 
 
-def plan_of(blocks: Blocks, bits: int, device: torch.device) -> Plan:
+def plan_of(blocks: Blocks, bits: int, device: torch.device) -> PackingPlan:
     """Worked out once."""
-    cut = cut_of(blocks, device)
+    cut = device_blocks_of(blocks, device)
     if ("plan", bits) not in cut.made:
         packed_bounds = torch.zeros(len(blocks) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum((blocks.lengths * bits + 7) // 8, 0, out=packed_bounds[1:])
         step, whole = 1 if bool((packed_bounds % VECTOR).any()) else VECTOR, cut.shape["WHOLE"]
         in_tiles = blocks.lengths[:0] if whole else blocks.lengths
         owners, firsts = pieces_of(in_tiles, LONGEST, device).columns
-        cut.made["plan", bits] = Plan(
+        cut.made["plan", bits] = PackingPlan(
             columns=(cut.bounds, packed_bounds.to(device), owners, (firsts // LONGEST).to(torch.int32)),
             keys=cut.keys,
             num_blocks=len(blocks),
@@ -69,24 +70,24 @@ def plan_of(blocks: Blocks, bits: int, device: torch.device) -> Plan:
             whole=whole,
             counts=((in_tiles + LONGEST - 1) // LONGEST).to(device),
         )
-    plan: Plan = cut.made["plan", bits]
+    plan: PackingPlan = cut.made["plan", bits]
     return plan
 
 
-def blank(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+def blank(plan: PackingPlan, device: torch.device) -> tuple[Tensor, Tensor]:
     """A payload to be written, and its scales (float32), which are a view of it."""
     payload = torch.empty(4 * plan.num_blocks + plan.num_packed, dtype=torch.uint8, device=device)
     return payload, payload[: 4 * plan.num_blocks].view(torch.float32)
 
 
-def check_length(payload: Tensor, plan: Plan) -> None:
+def check_length(payload: Tensor, plan: PackingPlan) -> None:
     expected = 4 * plan.num_blocks + plan.num_packed
     if len(payload) != expected:
         raise MalformedPayload(f"{len(payload)} bytes came where {expected} must")
 
 
-def measure(values: Tensor, plan: Plan, squares: bool) -> tuple[Tensor, Tensor]:
-    """Of each block the largest magnitude and, if asked for, the sum of squares (float64). For plans of tiles (not `whole`)."""
+def measure(values: Tensor, plan: PackingPlan, squares: bool) -> tuple[Tensor, Tensor]:
+    """The largest magnitude of each block and, if asked for, the sum of squares (float64). For plans of tiles (not `whole`)."""
     largest = torch.empty(plan.grid, device=values.device, dtype=torch.float32)
     total = torch.empty(plan.grid if squares else (0,), dtype=torch.float64, device=values.device)
     bounds, _, owners, numbers = plan.columns

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
-from torch import Tensor
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 log = logging.getLogger("stretto")
@@ -41,11 +39,6 @@ def has_numba() -> bool:
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def runs_triton(tensor: Tensor) -> bool:
-    """Whether a GPU kernel may take it."""
-    return tensor.device.type == "cuda" and has_triton()
 
 
 def compiled(function: F) -> F:

@@ -11,9 +11,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from stretto.compress import bits as packing
 from stretto.compress import dynamic8
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 
 Bits = NDArray[np.uint32]
 Codes = NDArray[np.uint8]
@@ -29,6 +33,19 @@ VALUES = np.array(dynamic8.table(), np.float32)
 
 ENTRIES, FIRST_CELL = dynamic8.cells().entries.numpy().view(np.uint32), dynamic8.cells().first
 FIRST, LAST = np.int32(FIRST_CELL), np.int32(FIRST_CELL + len(ENTRIES) - 1)
+
+
+def encode(codec: dynamic8.Dynamic8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    new = packing.blank(blocks, 8, 1, values)
+    kernel = _encode_residual if residual else _encode
+    kernel(values.numpy().view("u4"), blocks.bounds.numpy(), new.scales.numpy().view("u4"), new.packed.numpy())
+    return new.whole
+
+
+def decode(codec: dynamic8.Dynamic8, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    _, scales, codes = packing.opened(payload, blocks, 8, 1)
+    kernel = _add_decoded if adding else _decode
+    dynamic8.refuse_if(not kernel(scales.numpy().view("u4"), codes.numpy(), blocks.bounds.numpy(), out.numpy()))
 
 
 @compiled
@@ -67,14 +84,14 @@ def encode_block(bits: Bits, codes: Codes) -> np.uint32:
 
 
 @compiled
-def encode(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
+def _encode(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
     for b in range(len(scales)):
         scales[b] = encode_block(bits[bounds[b] : bounds[b + 1]], codes[bounds[b] : bounds[b + 1]])
 
 
 @compiled
-def encode_residual(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
-    """`bits` of the values on entry, of what was not said on return."""
+def _encode_residual(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
+    """`bits`: those of the values on entry, of the residual on return."""
     for b in range(len(scales)):
         x, k = bits[bounds[b] : bounds[b + 1]], codes[bounds[b] : bounds[b + 1]]
         scales[b] = encode_block(x, k)
@@ -94,7 +111,7 @@ def well_formed(scale_bits: np.uint32, codes: Codes) -> Any:
 
 
 @compiled
-def decode(scales: Bits, codes: Codes, bounds: Bounds, out: Floats) -> Any:
+def _decode(scales: Bits, codes: Codes, bounds: Bounds, out: Floats) -> Any:
     """Whether an encoder may have written it."""
     for b in range(len(scales)):
         k, x, scale = codes[bounds[b] : bounds[b + 1]], out[bounds[b] : bounds[b + 1]], float_of(scales[b])
@@ -106,7 +123,7 @@ def decode(scales: Bits, codes: Codes, bounds: Bounds, out: Floats) -> Any:
 
 
 @compiled
-def add_decoded(scales: Bits, codes: Codes, bounds: Bounds, total: Floats) -> Any:
+def _add_decoded(scales: Bits, codes: Codes, bounds: Bounds, total: Floats) -> Any:
     """As `decode`; if not, `total` is of no use."""
     for b in range(len(scales)):
         k, x, scale = codes[bounds[b] : bounds[b + 1]], total[bounds[b] : bounds[b + 1]], float_of(scales[b])

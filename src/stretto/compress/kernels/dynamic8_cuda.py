@@ -23,11 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import dynamic8
-from stretto.compress.kernels.cut_cuda import cut_of
+from stretto.compress.kernels.device_blocks_cuda import device_blocks_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
+from stretto.errors import MalformedPayload
 
 MAGNITUDE, FINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(dynamic8.FINITE)
 SHIFT, LOWER, NEVER = tl.constexpr(dynamic8.SHIFT), tl.constexpr(dynamic8.LOWER), tl.constexpr(dynamic8.NEVER)
@@ -48,26 +50,28 @@ def tables_on(device: torch.device) -> Tables:
     return Tables(dynamic8.cells().entries.to(device), torch.tensor(dynamic8.table(), dtype=torch.float32, device=device))
 
 
-def encode(values: Tensor, blocks: Blocks, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
+def encode(codec: dynamic8.Dynamic8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    """With `residual`, `values` becomes what the payload leaves out."""
     payload = torch.empty(4 * len(blocks) + len(values), dtype=torch.uint8, device=values.device)
     if len(blocks):
-        cut, scales = cut_of(blocks, values.device), payload[: 4 * len(blocks)].view(torch.int32)
+        cut, scales = device_blocks_of(blocks, values.device), payload[: 4 * len(blocks)].view(torch.int32)
         _encode[cut.grid](
             values, payload, scales, cut.bounds, *tables_on(values.device), len(blocks), RESIDUAL=residual, **EXACT, **cut.shape
         )
     return payload
 
 
-def decode(payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> bool:
-    """Write to `out`, or add to it; whether no encoder may have written it. Waits for the device."""
+def decode(codec: dynamic8.Dynamic8, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    """Waits for the device."""
+    if len(payload) != codec.num_bytes(blocks):
+        raise MalformedPayload(f"{len(payload)} bytes came where {codec.num_bytes(blocks)} must")
     if not len(blocks):
-        return False
-    cut, problem = cut_of(blocks, out.device), new_flag(out.device)
+        return
+    cut, problem = device_blocks_of(blocks, out.device), new_flag(out.device)
     _decode[cut.grid](
         payload, cut.bounds, tables_on(out.device).table, out, problem, len(blocks), ADDING=adding, **EXACT, **cut.shape
     )
-    return bool(wait_for(problem, out.device))
+    dynamic8.refuse_if(bool(wait_for(problem, out.device)))
 
 
 @kernel("num_blocks")

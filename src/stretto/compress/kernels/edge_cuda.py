@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.compress.kernels.draw_cuda import as_argument, bits_of
+from stretto.compress.kernels.random_numbers_cuda import as_argument, bits_of
 from stretto.compress.kernels.spans_cuda import MAGNITUDE, NUM_WARPS, SPAN, Spans, magnitudes_at
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks

@@ -11,9 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from stretto.compress.float16 import Float16
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.sixteen_bits import halves_of, refuse_if
 
 Bits = NDArray[np.uint32]
 Halves = NDArray[np.uint16]
@@ -26,6 +32,18 @@ NORMAL = np.uint32(113 << 23)  # 2^-14
 POINT_FIVE, POINT_FIVE_BITS = np.float32(0.5), np.uint32(0x3F000000)
 HALF_MAGNITUDE, HALF_NORMAL, HALF_INFINITE = np.uint32(0x7FFF), np.uint32(0x400), np.uint32(0x7C00)
 SMALLEST = np.float32(2.0**-24)
+
+
+def encode(codec: Float16, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    halves = blocks.pool.empty(len(values), torch.int16, values.device)
+    limit_bits = int(torch.tensor(codec.limit, dtype=torch.float32, device="cpu").view(torch.int32))
+    (_encode_residual if residual else _encode)(values.numpy().view("u4"), limit_bits, halves.numpy().view("u2"))
+    return halves.view(torch.uint8)
+
+
+def decode(codec: Float16, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    halves = halves_of(payload, blocks).numpy().view("u2")
+    refuse_if(_add_decoded(halves, out.numpy()) if adding else _decode(halves, out.numpy().view("u4")))
 
 
 @compiled
@@ -48,15 +66,15 @@ def from_half(half: np.uint32) -> np.uint32:
 
 
 @compiled
-def encode(bits: Bits, limit_bits: int, out: Halves) -> None:
+def _encode(bits: Bits, limit_bits: int, out: Halves) -> None:
     limit = np.uint32(limit_bits)
     for i in range(len(bits)):
         out[i] = np.uint16(to_half(bits[i], limit))
 
 
 @compiled
-def encode_residual(bits: Bits, limit_bits: int, out: Halves) -> None:
-    """`bits` of the values on entry, of what was not said on return."""
+def _encode_residual(bits: Bits, limit_bits: int, out: Halves) -> None:
+    """`bits`: those of the values on entry, of the residual on return."""
     limit = np.uint32(limit_bits)
     for i in range(len(bits)):
         half = to_half(bits[i], limit)
@@ -66,7 +84,7 @@ def encode_residual(bits: Bits, limit_bits: int, out: Halves) -> None:
 
 
 @compiled
-def decode(halves: Halves, out: Bits) -> Any:
+def _decode(halves: Halves, out: Bits) -> Any:
     """Whether any was not finite."""
     largest = np.uint32(0)
     for i in range(len(halves)):
@@ -77,7 +95,7 @@ def decode(halves: Halves, out: Bits) -> Any:
 
 
 @compiled
-def add_decoded(halves: Halves, total: NDArray[np.float32]) -> Any:
+def _add_decoded(halves: Halves, total: NDArray[np.float32]) -> Any:
     """Whether any was not finite; `total` is of no use then."""
     largest = np.uint32(0)
     for i in range(len(halves)):

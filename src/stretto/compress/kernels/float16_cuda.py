@@ -1,4 +1,4 @@
-"""Halves on a GPU: one pass each. The same bytes as `float16.encode_in_torch`, of finite values.
+"""Halves on a GPU: one pass each. The same bytes as `Float16.encode_in_torch`, of finite values.
 
 Magnitudes come down to the limit first and are rounded after, which is the same: the limit is a half, and rounding keeps order.
 The device converts by itself, to the nearest half with ties to even, those below 2^-14 included.
@@ -14,28 +14,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.compress.float16 import Float16
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.starting_cuda import kernel
+from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.sixteen_bits import halves_of, refuse_if
 
 TILE = 4096
 MAGNITUDE, INFINITE = tl.constexpr(0x7FFF), tl.constexpr(0x7C00)
 
 
-def encode(values: Tensor, limit: float, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
+def encode(codec: Float16, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    """With `residual`, `values` becomes what the payload leaves out."""
     halves = torch.empty(len(values), dtype=torch.float16, device=values.device)
     if len(values):
-        _encode[(triton.cdiv(len(values), TILE),)](values, halves, len(values), limit, RESIDUAL=residual, TILE=TILE)
+        _encode[(triton.cdiv(len(values), TILE),)](values, halves, len(values), codec.limit, RESIDUAL=residual, TILE=TILE)
     return halves.view(torch.uint8)
 
 
-def decode(halves: Tensor, out: Tensor, adding: bool) -> bool:
-    """Write to `out`, or add to it; whether any was not finite. `halves`: int16. Waits for the device."""
-    if not len(out):
-        return False
-    problem = new_flag(out.device)
-    _decode[(triton.cdiv(len(out), TILE),)](halves, out, problem, len(out), ADDING=adding, TILE=TILE)
-    return bool(wait_for(problem, out.device))
+def decode(codec: Float16, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    """Waits for the device."""
+    halves, problem = halves_of(payload, blocks), new_flag(out.device)
+    if len(out):
+        _decode[(triton.cdiv(len(out), TILE),)](halves, out, problem, len(out), ADDING=adding, TILE=TILE)
+        refuse_if(bool(wait_for(problem, out.device)))
 
 
 @kernel("n")

@@ -11,10 +11,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from stretto.compress import bits as packing
 from stretto.compress import int8
 from stretto.compress.kernels.compiling import compiled
-from stretto.compress.kernels.draw_cpu import bits_of, mix
+from stretto.compress.kernels.random_numbers_cpu import bits_of, mix
+from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 
 Bits = NDArray[np.uint32]
 Codes = NDArray[np.uint8]
@@ -29,6 +33,27 @@ ULP, EIGHT = np.float32(2.0**-24), np.uint32(8)
 LARGEST_SCALE = LARGEST.view(np.float32)
 ROUNDS = np.float32(1.5 * 2**23)  # leaves no room for a fraction: the lowest byte of x + it is x rounded, ties to even
 GOOD, BAD_SCALE, BAD_CODE, NOT_ZERO = 0, 1, 2, 3  # numbers in `int8.PROBLEMS`
+
+
+def encode(codec: int8.Int8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    new = packing.blank(blocks, 8, 1, values)
+    bits, bounds, scales, codes = (
+        values.numpy().view("u4"),
+        blocks.bounds.numpy(),
+        new.scales.numpy().view("u4"),
+        new.packed.numpy(),
+    )
+    if codec.stochastic:
+        _encode_stochastic(bits, bounds, blocks.keys.numpy(), random.own, scales, codes, residual)
+    else:
+        (_encode_residual if residual else _encode)(bits, bounds, scales, codes)
+    return new.whole
+
+
+def decode(codec: int8.Int8, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    _, scales, codes = packing.opened(payload, blocks, 8, 1)
+    kernel = _add_decoded if adding else _decode
+    int8.refuse(kernel(scales.numpy().view("u4"), codes.numpy(), blocks.bounds.numpy(), out.numpy()))
 
 
 @compiled
@@ -125,7 +150,7 @@ def add(codes: Codes, scale: np.float32, total: Floats) -> Any:
 
 
 @compiled
-def encode(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
+def _encode(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
     for b in range(len(scales)):
         start, stop = bounds[b], bounds[b + 1]
         scales[b] = scale_bits_of(bits[start:stop])
@@ -133,8 +158,8 @@ def encode(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
 
 
 @compiled
-def encode_residual(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
-    """`bits` of the values on entry, of what was not said on return."""
+def _encode_residual(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
+    """`bits`: those of the values on entry, of the residual on return."""
     for b in range(len(scales)):
         start, stop = bounds[b], bounds[b + 1]
         scales[b] = scale_bits_of(bits[start:stop])
@@ -142,7 +167,7 @@ def encode_residual(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> N
 
 
 @compiled
-def encode_stochastic(
+def _encode_stochastic(
     bits: Bits, bounds: Bounds, keys: NDArray[np.int64], key: int, scales: Bits, codes: Codes, residual: bool
 ) -> None:
     for b in range(len(scales)):
@@ -154,7 +179,7 @@ def encode_stochastic(
 
 
 @compiled
-def decode(scales: Bits, codes: Codes, bounds: Bounds, out: Floats) -> Any:
+def _decode(scales: Bits, codes: Codes, bounds: Bounds, out: Floats) -> Any:
     """A number of `int8.PROBLEMS`: 0 if there is none."""
     for b in range(len(scales)):
         start, stop = bounds[b], bounds[b + 1]
@@ -167,7 +192,7 @@ def decode(scales: Bits, codes: Codes, bounds: Bounds, out: Floats) -> Any:
 
 
 @compiled
-def add_decoded(scales: Bits, codes: Codes, bounds: Bounds, total: Floats) -> Any:
+def _add_decoded(scales: Bits, codes: Codes, bounds: Bounds, total: Floats) -> Any:
     """As `decode`; if there is a problem, `total` is of no use."""
     for b in range(len(scales)):
         start, stop = bounds[b], bounds[b + 1]
@@ -180,6 +205,22 @@ def add_decoded(scales: Bits, codes: Codes, bounds: Bounds, total: Floats) -> An
 
 
 # Hops: each unit is its scale and then its codes, at any address.
+
+
+def encode_units(values: Floats, unit: int, out: Codes) -> None:
+    _encode_units(values.view(np.uint32), unit, out)
+
+
+def add_units(payload: Codes, unit: int, values: Floats) -> None:
+    int8.refuse(_add_units(payload, unit, values))
+
+
+def copy_units(payload: Codes, unit: int, values: Floats) -> None:
+    int8.refuse(_copy_units(payload, unit, values))
+
+
+def settle_units(values: Floats, unit: int) -> None:
+    _settle_units(values.view(np.uint32), unit)
 
 
 @compiled
@@ -197,7 +238,7 @@ def read_scale(payload: Codes) -> np.uint32:
 
 
 @compiled
-def encode_units(bits: Bits, unit: int, out: Codes) -> None:
+def _encode_units(bits: Bits, unit: int, out: Codes) -> None:
     at = 0
     for start in range(0, len(bits), unit):
         x = bits[start : start + unit]
@@ -208,7 +249,7 @@ def encode_units(bits: Bits, unit: int, out: Codes) -> None:
 
 
 @compiled
-def settle_units(bits: Bits, unit: int) -> None:
+def _settle_units(bits: Bits, unit: int) -> None:
     for start in range(0, len(bits), unit):
         x = bits[start : start + unit]
         scale = float_of(scale_bits_of(x))
@@ -220,7 +261,7 @@ def settle_units(bits: Bits, unit: int) -> None:
 
 
 @compiled
-def copy_units(payload: Codes, unit: int, out: Floats) -> Any:
+def _copy_units(payload: Codes, unit: int, out: Floats) -> Any:
     """A number of `int8.PROBLEMS`: 0 if there is none."""
     at = 0
     for start in range(0, len(out), unit):
@@ -236,8 +277,8 @@ def copy_units(payload: Codes, unit: int, out: Floats) -> Any:
 
 
 @compiled
-def add_units(payload: Codes, unit: int, total: Floats) -> Any:
-    """As `copy_units`; if there is a problem, `total` is of no use."""
+def _add_units(payload: Codes, unit: int, total: Floats) -> Any:
+    """As `_copy_units`; if there is a problem, `total` is of no use."""
     at = 0
     for start in range(0, len(total), unit):
         x = total[start : start + unit]

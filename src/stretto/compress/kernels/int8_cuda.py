@@ -16,11 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import int8
-from stretto.compress.kernels.cut_cuda import Cut, cut_of
-from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
+from stretto.compress.kernels.device_blocks_cuda import device_blocks_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
+from stretto.compress.kernels.random_numbers_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import MalformedPayload
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -31,33 +32,26 @@ ULP = tl.constexpr(2.0**-24)
 BAD_SCALE, BAD_CODE, NOT_ZERO = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # numbers in `int8.PROBLEMS`
 
 
-def encode(values: Tensor, blocks: Blocks, stochastic_key: int | None, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
+def encode(codec: int8.Int8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    """With `residual`, `values` becomes what the payload leaves out."""
     payload = torch.empty(4 * len(blocks) + len(values), dtype=torch.uint8, device=values.device)
     if len(blocks):
-        cut = cut_of(blocks, values.device)
+        cut = device_blocks_of(blocks, values.device)
         _encode[cut.grid](
             values, payload, payload[: 4 * len(blocks)].view(torch.int32), cut.bounds, cut.keys, len(blocks),
-            as_argument(stochastic_key or 0), STOCHASTIC=stochastic_key is not None, RESIDUAL=residual, **cut.shape,
+            as_argument(random.own if codec.stochastic else 0), STOCHASTIC=codec.stochastic, RESIDUAL=residual, **cut.shape,
         )  # fmt: skip
     return payload
 
 
-def decode(payload: Tensor, blocks: Blocks, total: Tensor | None) -> Tensor:
-    """Add to `total`, or write to a new vector. Waits for the device, and refuses what it could not decode."""
-    cut = cut_of(blocks, payload.device)
+def decode(codec: int8.Int8, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    """Waits for the device."""
+    cut, problem = device_blocks_of(blocks, payload.device), new_flag(out.device)
     if len(payload) != 4 * cut.num_blocks + cut.num_elements:
-        raise MalformedPayload(f"{len(payload)} bytes where {4 * cut.num_blocks + cut.num_elements} must come")
-    out = torch.empty(cut.num_elements, device=payload.device, dtype=torch.float32) if total is None else total
-    int8.refuse(_decoded(payload, cut, out, adding=total is not None) if cut.num_blocks else 0)
-    return out
-
-
-def _decoded(payload: Tensor, cut: Cut, out: Tensor, *, adding: bool) -> int:
-    """A number of `int8.PROBLEMS`: 0 if there is none."""
-    problem = new_flag(out.device)
-    _decode[cut.grid](payload, cut.bounds, out, problem, cut.num_blocks, ADDING=adding, **cut.shape)
-    return wait_for(problem, out.device)
+        raise MalformedPayload(f"{len(payload)} bytes came where {4 * cut.num_blocks + cut.num_elements} must")
+    if cut.num_blocks:
+        _decode[cut.grid](payload, cut.bounds, out, problem, cut.num_blocks, ADDING=adding, **cut.shape)
+        int8.refuse(wait_for(problem, out.device))
 
 
 @kernel("key", "num_blocks")

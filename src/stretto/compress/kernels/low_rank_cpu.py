@@ -1,6 +1,6 @@
 """CPU kernels of low-rank compression: one call for all tensors of a bucket.
 
-`orthonormalise` gives the bits of `orthogonal.orthonormalise_reference`, `multiply` those of `power_sgd.multiply_reference`: the
+`orthonormalise` and `multiply` give the bits of their references in `orthogonal.py` and `power_sgd.py`: the
 compiler neither joins a product and a sum into one rounding nor changes the order of sums. `times_right` and `times_left` are as
 fast as a BLAS for such thin matrices and equal to it up to rounding, but their bits do not depend on where in memory a matrix
 lies, so not on the bucket.
@@ -11,13 +11,39 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.matrices import Matrices
+from stretto.compress.orthogonal import Shapes
 
 Array = np.ndarray[Any, Any]
 
 DEPENDENT = 1e-20  # as in orthogonal.py
 LANES = 64  # sums side by side
+
+
+def orthonormalise(flat: Tensor, shapes: Shapes) -> Tensor:
+    lost = torch.zeros(sum(r for r, _ in shapes), dtype=torch.bool, device="cpu")
+    _orthonormalise(flat.numpy(), np.array(shapes, np.int64).reshape(-1, 2), lost.numpy())
+    return lost
+
+
+def times_right(values: Tensor, right: Tensor, matrices: Matrices, left: Tensor) -> None:
+    _times_right(values.numpy(), right.numpy(), _shapes(matrices), left.numpy())
+
+
+def times_left(values: Tensor, left: Tensor, matrices: Matrices, right: Tensor) -> None:
+    _times_left(values.numpy(), left.numpy(), _shapes(matrices), right.numpy())
+
+
+def multiply(left: Tensor, right: Tensor, matrices: Matrices, out: Tensor) -> None:
+    _multiply(left.numpy(), right.numpy(), _shapes(matrices), out.numpy())
+
+
+def _shapes(matrices: Matrices) -> Array:
+    return np.array([(m.r, m.a, m.b) for m in matrices.each], np.int64).reshape(-1, 3)
 
 
 @compiled
@@ -57,7 +83,7 @@ def gram_schmidt(x: Array, products: Array, lost: Array) -> None:
 
 
 @compiled
-def orthonormalise(flat: Array, shapes: Array, lost: Array) -> None:
+def _orthonormalise(flat: Array, shapes: Array, lost: Array) -> None:
     start = first = 0
     for t in range(len(shapes)):
         r, n = shapes[t, 0], shapes[t, 1]
@@ -100,7 +126,7 @@ def multiply_row(p: Array, q: Array, out: Array) -> None:
 
 
 @compiled
-def multiply(left: Array, right: Array, shapes: Array, out: Array) -> None:
+def _multiply(left: Array, right: Array, shapes: Array, out: Array) -> None:
     """For every (r, a, b): the next a b of `out` are P Q^T, of P as (r, a) in `left` and Q as (r, b) in `right`."""
     p_start = q_start = start = 0
     for t in range(len(shapes)):
@@ -138,7 +164,7 @@ def dots(row: Array, q: Array, sums: Array) -> None:
 
 
 @compiled
-def times_right(values: Array, right: Array, shapes: Array, left: Array) -> None:
+def _times_right(values: Array, right: Array, shapes: Array, left: Array) -> None:
     """For every (r, a, b): P^T = (M Q)^T, of the next a b of `values` as M and of Q^T as (r, b) in `right`."""
     p_start = q_start = start = 0
     for t in range(len(shapes)):
@@ -153,7 +179,7 @@ def times_right(values: Array, right: Array, shapes: Array, left: Array) -> None
 
 
 @compiled
-def times_left(values: Array, left: Array, shapes: Array, right: Array) -> None:
+def _times_left(values: Array, left: Array, shapes: Array, right: Array) -> None:
     """For every (r, a, b): Q^T = P^T M, added up row by row of M."""
     right[:] = 0.0
     p_start = q_start = start = 0

@@ -6,14 +6,30 @@ The same bytes as the reference, but for a mean's last bit where two orders of a
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
+from stretto.compress import bits as packing
 from stretto.compress.bits import BAD_PADDING, BAD_SCALE, FINE
 from stretto.compress.kernels.bits_cpu import PIECE, Bytes, Floats, Ints, Words, add, pack_signs, padding_is_zero, spread_bits
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.layout import Blocks
+from stretto.compress.one_bit import MEANS, OneBit
+from stretto.compress.random_numbers import RandomKeys
+
+
+def encode(codec: OneBit, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    new = packing.blank(blocks, 1, MEANS, values)
+    _encode(values.numpy(), blocks.bounds.numpy(), new.scales.numpy(), new.packed.numpy(), residual)
+    return new.whole
+
+
+def decode(codec: OneBit, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    _, means, packed = packing.opened(payload, blocks, 1, MEANS)
+    packing.check(_decode(packed.numpy(), blocks.bounds.numpy(), means.numpy(), out.numpy(), adding))
 
 
 @compiled
-def encode(values: Floats, bounds: Ints, means: Floats, packed: Bytes, leave_residual: bool) -> None:
+def _encode(values: Floats, bounds: Ints, means: Floats, packed: Bytes, leave_residual: bool) -> None:
     """`means`: of each row the one below zero, then the other. With `leave_residual`, values -= what is decoded."""
     at = 0
     for b in range(len(bounds) - 1):
@@ -44,7 +60,7 @@ def _subtract(row: Floats, below: np.float32, above: np.float32) -> None:
 
 
 @compiled
-def decode(packed: Bytes, bounds: Ints, means: Floats, out: Floats, adding: bool) -> int:
+def _decode(packed: Bytes, bounds: Ints, means: Floats, out: Floats, adding: bool) -> int:
     """Write to `out`, or add to it."""
     flags = np.empty(PIECE, np.uint8)
     spread = flags.view(np.uint64)

@@ -22,11 +22,13 @@ from torch import Tensor
 
 from stretto.compress import bits
 from stretto.compress.kernels.bits_cuda import BAD_PADDING, BAD_SCALE, field_at, pack
-from stretto.compress.kernels.cut_cuda import Cut, cut_of
+from stretto.compress.kernels.device_blocks_cuda import DeviceBlocks, device_blocks_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import word_at
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.one_bit import OneBit
+from stretto.compress.random_numbers import RandomKeys
 from stretto.errors import MalformedPayload
 
 AT_A_TIME = 256  # sums of pieces that are added up at a time
@@ -49,7 +51,7 @@ class RowPieces:
         return self.begins, self.sizes, self.byte_begins
 
 
-def row_pieces_of(blocks: Blocks, cut: Cut) -> RowPieces:
+def row_pieces_of(blocks: Blocks, cut: DeviceBlocks) -> RowPieces:
     """Made once for each cut."""
     if "pieces of rows" not in cut.made:
         cut.made["pieces of rows"] = _pieces(blocks, cut)
@@ -57,7 +59,7 @@ def row_pieces_of(blocks: Blocks, cut: Cut) -> RowPieces:
     return pieces
 
 
-def _pieces(blocks: Blocks, cut: Cut) -> RowPieces:
+def _pieces(blocks: Blocks, cut: DeviceBlocks) -> RowPieces:
     tile, device = cut.shape["TILE"], cut.bounds.device
     counts, widths = (blocks.lengths + tile - 1) // tile, (blocks.lengths + 7) // 8
     heads = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), counts.cumsum(0)])
@@ -74,9 +76,9 @@ def _pieces(blocks: Blocks, cut: Cut) -> RowPieces:
     )
 
 
-def encode(values: Tensor, blocks: Blocks, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
-    cut, header = cut_of(blocks, values.device), 8 * len(blocks)
+def encode(codec: OneBit, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    """With `residual`, `values` becomes what the payload leaves out."""
+    cut, header = device_blocks_of(blocks, values.device), 8 * len(blocks)
     payload = torch.empty(header + cut.num_packed, dtype=torch.uint8, device=values.device)
     if not len(blocks):
         return payload
@@ -94,18 +96,18 @@ def encode(values: Tensor, blocks: Blocks, residual: bool) -> Tensor:
     return payload
 
 
-def decode(payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> int:
-    """Write to `out`, or add to it. What `bits.check` takes. Waits for the device."""
-    cut = cut_of(blocks, out.device)
+def decode(codec: OneBit, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    """Waits for the device."""
+    cut = device_blocks_of(blocks, out.device)
     if len(payload) != 8 * len(blocks) + cut.num_packed:
         raise MalformedPayload(f"{len(payload)} bytes came where {8 * len(blocks) + cut.num_packed} must")
     if not len(blocks):
-        return bits.FINE
+        return
     pieces, problem = row_pieces_of(blocks, cut), new_flag(out.device)
     _decode[pieces.grid](
         payload, out, problem, *pieces.columns, pieces.owners, len(pieces.owners), len(blocks), ADDING=adding, **pieces.shape
     )
-    return wait_for(problem, out.device)
+    bits.check(wait_for(problem, out.device))
 
 
 @triton.jit

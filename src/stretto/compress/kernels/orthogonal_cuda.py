@@ -1,4 +1,4 @@
-"""Orthonormal vectors on a GPU: the bits of `orthogonal.orthonormalise_reference`, in one launch and with no waiting.
+"""Orthonormal vectors on a GPU: the bits of the reference in `orthogonal.py`, in one launch and with no waiting.
 
 A program takes one tensor, of which it keeps a copy in float64 in the device's memory, and one vector x_j after the other:
 
@@ -40,7 +40,7 @@ NUM_FIELDS = tl.constexpr(6)  # of a tensor in the table
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GramSchmidtPlan:
     """What does not depend on the values. `table`, in the device's memory: of each tensor its r, its n, n padded, where in `flat`
     it begins, where in the scratch memory its sums begin, and the number of its first vector. `too_large`: that of the others."""
 
@@ -53,7 +53,7 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)  # two for each bucket
-def plan_of(shapes: Shapes, device: torch.device) -> Plan:
+def plan_of(shapes: Shapes, device: torch.device) -> GramSchmidtPlan:
     rows, columns = SMALL if all(n <= SMALL[0] * SMALL[1] for _, n in shapes) else LARGE
     fields, start, first = [], 0, 0
     sums = sum(r * n for r, n in shapes)
@@ -65,7 +65,7 @@ def plan_of(shapes: Shapes, device: torch.device) -> Plan:
     fields.sort(key=lambda one: -(one[0] ** 2) * one[1])  # what takes longest begins first
     mine = [one for one in fields if one[0] * one[1] <= MOST]
     too_large = [one for one in fields if one[0] * one[1] > MOST]
-    return Plan(torch.tensor(mine, dtype=torch.int64, device="cpu").to(device), too_large, first, sums, rows, columns)
+    return GramSchmidtPlan(torch.tensor(mine, dtype=torch.int64, device="cpu").to(device), too_large, first, sums, rows, columns)
 
 
 def orthonormalise(flat: Tensor, shapes: Shapes) -> Tensor:
@@ -80,7 +80,7 @@ def orthonormalise(flat: Tensor, shapes: Shapes) -> Tensor:
             num_warps=plan.columns // 32, enable_fp_fusion=False,
         )  # fmt: skip
     for r, n, _, start, _, first in plan.too_large:
-        lost[first : first + r] = orthogonal.orthonormalise_reference(flat[start : start + r * n], ((r, n),))
+        lost[first : first + r] = orthogonal.orthonormalise.reference(flat[start : start + r * n], ((r, n),))
     return lost
 
 

@@ -7,7 +7,9 @@ float32 (and then the few levels that hang on it).
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
+from stretto.compress import bits as packing
 from stretto.compress.bits import BAD_FIELD, BAD_PADDING, BAD_SCALE, FINE
 from stretto.compress.kernels.bits_cpu import (
     GOLDEN_STEP,
@@ -24,12 +26,27 @@ from stretto.compress.kernels.bits_cpu import (
     unpack_fields,
 )
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.layout import Blocks
+from stretto.compress.qsgd import QSGD
+from stretto.compress.random_numbers import RandomKeys
 
 _LARGEST = np.float64(np.finfo(np.float32).max)
 
 
+def encode(codec: QSGD, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    new, bounds, keys = packing.blank(blocks, codec.bits, 1, values), blocks.bounds.numpy(), blocks.keys.numpy()
+    norms, packed, l2 = new.scales.numpy(), new.packed.numpy(), codec.norm == "l2"
+    _encode(values.numpy(), bounds, keys, random.own, codec.bits, l2, norms, packed, residual)
+    return new.whole
+
+
+def decode(codec: QSGD, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    _, norms, packed = packing.opened(payload, blocks, codec.bits, 1)
+    packing.check(_decode(packed.numpy(), blocks.bounds.numpy(), codec.bits, norms.numpy(), out.numpy(), adding))
+
+
 @compiled
-def encode(
+def _encode(
     values: Floats, bounds: Ints, keys: Ints, key: int, bits: int, l2: bool, norms: Floats, packed: Bytes, leave_residual: bool
 ) -> None:
     """With `leave_residual`, values -= what is decoded."""
@@ -62,7 +79,7 @@ def _quantise(piece: Floats, state: np.uint32, norm: np.float32, levels: np.floa
 
 
 @compiled
-def decode(packed: Bytes, bounds: Ints, bits: int, norms: Floats, out: Floats, adding: bool) -> int:
+def _decode(packed: Bytes, bounds: Ints, bits: int, norms: Floats, out: Floats, adding: bool) -> int:
     """Write to `out`, or add to it."""
     fields, levels = np.empty(PIECE, np.uint8), np.float32((1 << (bits - 1)) - 1)
     at = 0

@@ -28,19 +28,22 @@ from stretto.compress.kernels.bits_cuda import (
     problem_of_rows,
     squares_of,
 )
-from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
+from stretto.compress.kernels.random_numbers_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.qsgd import QSGD
+from stretto.compress.random_numbers import RandomKeys
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 ULP = tl.constexpr(2.0**-24)
 BAD_FIELD = tl.constexpr(packing.BAD_FIELD)
 
 
-def encode(values: Tensor, blocks: Blocks, key: int, bits: int, l2: bool, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what was not said."""
+def encode(codec: QSGD, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    """With `residual`, `values` becomes what the payload leaves out."""
+    bits, l2 = codec.bits, codec.norm == "l2"
     plan = plan_of(blocks, bits, values.device)
     payload, norms = blank(plan, values.device)
     if not plan.num_blocks:
@@ -49,24 +52,25 @@ def encode(values: Tensor, blocks: Blocks, key: int, bits: int, l2: bool, residu
         largest, squares = measure(values, plan, squares=l2)
         norms.copy_(squares.sqrt().clamp(max=LARGEST.value) if l2 else largest)
     _encode[plan.grid](
-        values, payload, norms, *plan.columns, plan.keys, plan.num_blocks, as_argument(key),
+        values, payload, norms, *plan.columns, plan.keys, plan.num_blocks, as_argument(random.own),
         BITS=bits, LEVELS=_levels(bits), L2=l2, RESIDUAL=residual, **plan.shape, enable_fp_fusion=False,
     )  # fmt: skip
     return payload
 
 
-def decode(payload: Tensor, blocks: Blocks, bits: int, out: Tensor, adding: bool) -> int:
-    """Write to `out`, or add to it. What `bits.check` takes. Waits for the device."""
+def decode(codec: QSGD, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    """Waits for the device."""
+    bits = codec.bits
     plan = plan_of(blocks, bits, out.device)
     check_length(payload, plan)
     if not plan.num_blocks:
-        return packing.FINE
+        return
     problem = new_flag(out.device)
     _decode[plan.grid](
         payload, out, problem, *plan.columns, plan.num_blocks,
         BITS=bits, LEVELS=_levels(bits), ADDING=adding, **plan.shape, enable_fp_fusion=False,
     )  # fmt: skip
-    return wait_for(problem, out.device)
+    packing.check(wait_for(problem, out.device))
 
 
 def _levels(bits: int) -> float:

@@ -6,14 +6,30 @@ The same bytes as the reference, but for the scale's last bit where two orders o
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
+from stretto.compress import bits as packing
 from stretto.compress.bits import BAD_PADDING, BAD_SCALE, FINE
 from stretto.compress.kernels.bits_cpu import PIECE, Bytes, Floats, Ints, Words, add, pack_signs, padding_is_zero, spread_bits
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.sign import Sign
+
+
+def encode(codec: Sign, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    new = packing.blank(blocks, 1, codec.num_scales, values)
+    _encode(values.numpy(), blocks.bounds.numpy(), new.scales.numpy(), new.packed.numpy(), residual)
+    return new.whole
+
+
+def decode(codec: Sign, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    _, scales, packed = packing.opened(payload, blocks, 1, codec.num_scales)
+    packing.check(_decode(packed.numpy(), blocks.bounds.numpy(), scales.numpy(), out.numpy(), adding))
 
 
 @compiled
-def encode(values: Floats, bounds: Ints, scales: Floats, packed: Bytes, leave_residual: bool) -> None:
+def _encode(values: Floats, bounds: Ints, scales: Floats, packed: Bytes, leave_residual: bool) -> None:
     """`scales`: one per block, or none at all where only votes are sent. With `leave_residual`, values -= what is decoded."""
     at = 0
     for b in range(len(bounds) - 1):
@@ -42,7 +58,7 @@ def _subtract(block: Floats, scale: np.float32) -> None:
 
 
 @compiled
-def decode(packed: Bytes, bounds: Ints, scales: Floats, out: Floats, adding: bool) -> int:
+def _decode(packed: Bytes, bounds: Ints, scales: Floats, out: Floats, adding: bool) -> int:
     """Write to `out`, or add to it. Without scales, 1."""
     flags = np.empty(PIECE, np.uint8)
     spread = flags.view(np.uint64)

@@ -14,19 +14,21 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import bits
-from stretto.compress.kernels.cut_cuda import cut_of
+from stretto.compress.kernels.device_blocks_cuda import device_blocks_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.sign import Sign
 from stretto.errors import MalformedPayload
 
 BAD_SCALE, BAD_PADDING = tl.constexpr(bits.BAD_SCALE), tl.constexpr(bits.BAD_PADDING)
 
 
-def encode(values: Tensor, blocks: Blocks, scaled: bool, residual: bool) -> Tensor:
-    """`scaled`: with a scale per block, or signs alone. With `residual` (and scales), `values` becomes what was not said."""
-    cut = cut_of(blocks, values.device)
+def encode(codec: Sign, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    """With `residual`, `values` becomes what the payload leaves out; never for a vote."""
+    cut, scaled = device_blocks_of(blocks, values.device), not codec.vote
     header = 4 * len(blocks) if scaled else 0
     payload = torch.empty(header + cut.num_packed, dtype=torch.uint8, device=values.device)
     scales = payload[:header].view(torch.float32)
@@ -37,17 +39,17 @@ def encode(values: Tensor, blocks: Blocks, scaled: bool, residual: bool) -> Tens
     return payload
 
 
-def decode(payload: Tensor, blocks: Blocks, scaled: bool, out: Tensor, adding: bool) -> int:
-    """Write to `out`, or add to it; without scales, 1 and -1. What `bits.check` takes. Waits for the device."""
-    cut = cut_of(blocks, out.device)
+def decode(codec: Sign, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    """Waits for the device."""
+    cut, scaled = device_blocks_of(blocks, out.device), not codec.vote
     expected = cut.num_packed + (4 * len(blocks) if scaled else 0)
     if len(payload) != expected:
         raise MalformedPayload(f"{len(payload)} bytes came where {expected} must")
     if not len(blocks):
-        return bits.FINE
+        return
     problem = new_flag(out.device)
     _decode[cut.grid](payload, cut.bounds, cut.byte_starts, out, problem, len(blocks), SCALED=scaled, ADDING=adding, **cut.shape)
-    return wait_for(problem, out.device)
+    bits.check(wait_for(problem, out.device))
 
 
 @kernel("num_blocks")

@@ -45,7 +45,7 @@ class Spans:
 
     @staticmethod
     def of(blocks: Blocks, wanted: Tensor, device: torch.device) -> Spans:
-        """Of those blocks for which `wanted` is true."""
+        """The spans of the blocks for which `wanted` is true."""
         counts = (blocks.lengths + SPAN - 1) // SPAN * wanted
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), counts.cumsum(0)]).to(torch.int32)
         owners = torch.repeat_interleave(torch.arange(len(blocks), dtype=torch.int64, device="cpu"), counts)
@@ -57,7 +57,7 @@ class Spans:
 
 @triton.jit
 def magnitudes_at(values, begin, end, SPAN: tl.constexpr, STEP: tl.constexpr):
-    """Of a span the elements' bits without the sign; -1 beyond the end of the block. STEP divides `begin`."""
+    """The bits of a span's elements without the sign; -1 beyond the end of the block. STEP divides `begin`."""
     values += tl.multiple_of(begin, STEP)
     index = tl.arange(0, SPAN)
     if begin + SPAN <= end:  # without a mask, which would have every thread read one element at a time

@@ -5,21 +5,64 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from stretto.compress.draw import GOLDEN, MULTIPLY_1, MULTIPLY_2
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.kernels.random_numbers_cpu import mix
+from stretto.compress.layout import Blocks
+from stretto.compress.random_k import grid
+from stretto.compress.random_numbers import GOLDEN, RandomKeys, mix_tensor
+from stretto.compress.sparse_format import PROBLEMS, Chosen, Form, bits_of, check_length, words_of
+from stretto.errors import MalformedPayload
 
 Array = Any  # numpy.ndarray, whose dtype and shape mean nothing to Numba's callers
 
 BAD_COUNT, BAD_INDEX, BAD_PADDING, BAD_BITMAP, NOT_FINITE = 1, 2, 3, 4, 5  # places in sparse_format.PROBLEMS
 EXPONENT = np.uint32(0x7F800000)
-STEP, FIRST, SECOND = np.uint32(GOLDEN), np.uint32(MULTIPLY_1), np.uint32(MULTIPLY_2)
-HALF, LAST = np.uint32(16), np.uint32(15)
+STEP = np.uint32(GOLDEN)
 ROUNDS = 4
 
 
+def write(chosen: Chosen, form: Form) -> Tensor:
+    payload = torch.empty(form.num_bytes, dtype=torch.uint8, device="cpu")
+    words, bitmaps = bits_of(words_of(payload)), payload[sum(form.sections[:3]) :]
+    _write(chosen.places.numpy(), bits_of(chosen.values), *_described(form), words, bitmaps.numpy())
+    return payload
+
+
+def read(payload: Tensor, form: Form) -> Chosen:
+    check_length(payload, form)
+    words, bitmaps = words_of(payload), payload[sum(form.sections[:3]) :].contiguous()
+    where = torch.empty(form.num_chosen, dtype=torch.int64, device="cpu")
+    problem = _read(bits_of(words), bitmaps.numpy(), *_described(form), where.numpy())
+    if problem:
+        raise MalformedPayload(PROBLEMS[problem - 1])
+    first = sum(form.sections[:2]) // 4
+    return Chosen(where, words[first : first + len(where)].view(torch.float32))
+
+
+def _described(form: Form) -> tuple[Array, Array, Array]:
+    return form.blocks.bounds.numpy(), form.counts.numpy(), form.bitmapped.numpy()
+
+
+def add(chosen: Chosen, total: Tensor) -> None:
+    _add_at(total.numpy(), chosen.places.numpy(), chosen.values.numpy())
+
+
+def erase(where: Tensor, values: Tensor) -> None:
+    _erase_at(values.numpy(), where.numpy())
+
+
+def places(blocks: Blocks, counts: Tensor, random: RandomKeys, device: torch.device) -> Tensor:
+    (rows, columns), out = grid(blocks.lengths), torch.empty(int(counts.sum()), dtype=torch.int64, device="cpu")
+    bases = bits_of(mix_tensor(blocks.keys ^ random.shared).to(torch.int32))
+    _draw_places(blocks.bounds.numpy(), counts.numpy(), rows.numpy(), columns.numpy(), bases, out.numpy())
+    return out
+
+
 @compiled
-def write(places: Array, values: Array, bounds: Array, counts: Array, bitmapped: Array, words: Array, bitmaps: Array) -> None:
+def _write(places: Array, values: Array, bounds: Array, counts: Array, bitmapped: Array, words: Array, bitmaps: Array) -> None:
     """Fill the sections counts, indices and values in `words`, and `bitmaps`."""
     index, value = _sections(counts, bitmapped)
     listed, place, byte = 0, 0, 0
@@ -43,7 +86,7 @@ def write(places: Array, values: Array, bounds: Array, counts: Array, bitmapped:
 
 
 @compiled
-def read(words: Array, bitmaps: Array, bounds: Array, counts: Array, bitmapped: Array, places: Array) -> int:
+def _read(words: Array, bitmaps: Array, bounds: Array, counts: Array, bitmapped: Array, places: Array) -> int:
     """Write the chosen elements' places; 0, or the number of the problem. The sections are as long as they must be."""
     index, value = _sections(counts, bitmapped)
     listed, place, byte = 0, 0, 0
@@ -115,26 +158,26 @@ def _any_not_finite(values: Array) -> bool:
 
 
 @compiled
-def add_at(total: Array, places: Array, values: Array) -> None:
+def _add_at(total: Array, places: Array, values: Array) -> None:
     for i in range(len(places)):
         total[places[i]] += values[i]
 
 
 @compiled
-def erase_at(values: Array, places: Array) -> None:
+def _erase_at(values: Array, places: Array) -> None:
     for i in range(len(places)):
         values[places[i]] = 0.0
 
 
 @compiled
-def draw(bounds: Array, counts: Array, rows: Array, columns: Array, bases: Array, places: Array) -> None:
-    """`random_k.places_reference`, block by block: permute all, then go on with the few that left the block."""
+def _draw_places(bounds: Array, counts: Array, rows: Array, columns: Array, bases: Array, places: Array) -> None:
+    """The reference in `random_k.py`, block by block: permute all, then go on with the few that left the block."""
     keys = np.empty(ROUNDS + 1, np.uint32)
     place = 0
     for b in range(len(counts)):
         length = bounds[b + 1] - bounds[b]
         for r in range(ROUNDS + 1):
-            keys[r] = _mix(np.uint32(bases[b] + np.uint32(STEP * np.uint32(r + 1))))
+            keys[r] = mix(np.uint32(bases[b] + np.uint32(STEP * np.uint32(r + 1))))
         offset = np.int64((np.uint64(keys[ROUNDS] >> np.uint32(1)) * np.uint64(length)) >> np.uint64(31))
         here = places[place : place + counts[b]]
         for first in range(0, len(here), columns[b]):
@@ -150,7 +193,7 @@ def draw(bounds: Array, counts: Array, rows: Array, columns: Array, bases: Array
 
 @compiled
 def _permute_row(row: int, rows: int, columns: int, keys: Array, places: Array) -> None:
-    """Of the elements that begin in one row of the grid: no division, and nothing that keeps it from being vectorised."""
+    """The elements that begin in one row of the grid: no division, and nothing that keeps it from being vectorised."""
     a, b, c, d = keys[0], keys[1], keys[2], keys[3]
     for column in range(len(places)):
         places[column] = _permuted(row, column, rows, columns, a, b, c, d)
@@ -170,15 +213,6 @@ def _permuted(
 
 @compiled
 def _moved(coordinate: np.uint32, other: np.uint32, size: int, key: np.uint32) -> np.uint32:
-    by = np.uint32((np.uint64(_mix(np.uint32(other + key))) * np.uint64(size)) >> np.uint64(32))
+    by = np.uint32((np.uint64(mix(np.uint32(other + key))) * np.uint64(size)) >> np.uint64(32))
     moved = np.uint32(coordinate + by)
     return np.uint32(moved - size) if moved >= size else moved
-
-
-@compiled
-def _mix(x: np.uint32) -> np.uint32:
-    x = np.uint32(x ^ (x >> HALF))
-    x = np.uint32(x * FIRST)
-    x = np.uint32(x ^ (x >> LAST))
-    x = np.uint32(x * SECOND)
-    return np.uint32(x ^ (x >> LAST))

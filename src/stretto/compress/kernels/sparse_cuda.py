@@ -15,8 +15,9 @@ from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import word_at
 from stretto.compress.kernels.spans_cuda import MAGNITUDE, SPAN, lowest_one, num_ones, sums_of
 from stretto.compress.kernels.starting_cuda import kernel
-from stretto.compress.kernels.top_k_cuda import INDICES, Plan, plan_of
+from stretto.compress.kernels.top_k_cuda import INDICES, TopKPlan, plan_of
 from stretto.compress.layout import Blocks
+from stretto.compress.top_k import TopK
 from stretto.errors import MalformedPayload
 
 INFINITE = tl.constexpr(0x7F800000)
@@ -24,17 +25,19 @@ BAD_COUNT, BAD_INDEX, BAD_PADDING = tl.constexpr(1), tl.constexpr(2), tl.constex
 BAD_BITMAP, NOT_FINITE = tl.constexpr(4), tl.constexpr(5)
 
 
-def add_decoded(payload: Tensor, blocks: Blocks, fraction: float, total: Tensor) -> None:
-    """Add the chosen elements to `total`, which is of no use if the payload is refused. Waits for the device."""
-    plan = plan_of(fraction, blocks, total.device)
+def decode(codec: TopK, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    """If the payload is refused, `out` is of no use. Waits for the device."""
+    plan = plan_of(codec.fraction, blocks, out.device)
     if len(payload) != plan.num_bytes:
         raise MalformedPayload(f"{len(payload)} bytes, not {plan.num_bytes}")
-    problem = _added(payload, plan, total) if len(blocks) else 0
+    if not adding:
+        out.zero_()
+    problem = _added(payload, plan, out) if len(blocks) else 0
     if problem:
         raise MalformedPayload(sparse_format.PROBLEMS[problem - 1])
 
 
-def _added(payload: Tensor, plan: Plan, out: Tensor) -> int:
+def _added(payload: Tensor, plan: TopKPlan, out: Tensor) -> int:
     """0, or 1 + a place in `sparse_format.PROBLEMS`."""
     problem, spans, indices, counts = new_flag(out.device), plan.spans, plan.indices, plan.search.counts
     aligned = payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0
@@ -89,7 +92,7 @@ def _read_lists(
 
 @triton.jit
 def _bytes_of(payload, owners, begins, ends, heads, list_numbers, bitmap_starts, span, row, SPAN: tl.constexpr):
-    """Of a span of a bitmapped block the bytes of its bitmap; 0 of other spans."""
+    """The bytes of a span's bitmap; 0 for spans of blocks that are listed."""
     block, begin = tl.load(owners + span), tl.load(begins + span)
     wanted = (begin + 8 * row < tl.load(ends + span)) & (tl.load(list_numbers + block) < 0)
     at = tl.load(bitmap_starts + block) + (span - tl.load(heads + span)).to(tl.int64) * (SPAN // 8) + row

@@ -7,7 +7,9 @@ float32 (and then the few codes that hang on it).
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
+from stretto.compress import bits as packing
 from stretto.compress.bits import BAD_FIELD, BAD_PADDING, BAD_SCALE, FINE
 from stretto.compress.kernels.bits_cpu import (
     GOLDEN_STEP,
@@ -24,10 +26,25 @@ from stretto.compress.kernels.bits_cpu import (
     unpack_fields,
 )
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.tern_grad import TernGrad
+
+
+def encode(codec: TernGrad, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    new, bounds, keys = packing.blank(blocks, 2, 1, values), blocks.bounds.numpy(), blocks.keys.numpy()
+    scales, packed = new.scales.numpy(), new.packed.numpy()
+    _encode(values.numpy(), bounds, keys, random.own, codec.clip_at, scales, packed, residual)
+    return new.whole
+
+
+def decode(codec: TernGrad, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    _, scales, packed = packing.opened(payload, blocks, 2, 1)
+    packing.check(_decode(packed.numpy(), blocks.bounds.numpy(), scales.numpy(), out.numpy(), adding))
 
 
 @compiled
-def encode(
+def _encode(
     values: Floats, bounds: Ints, keys: Ints, key: int, clip: float, scales: Floats, packed: Bytes, leave_residual: bool
 ) -> None:
     """`clip`: infinity for none. With `leave_residual`, values -= what is decoded."""
@@ -66,7 +83,7 @@ def _draw(piece: Floats, state: np.uint32, scale: np.float32, fields: Bytes) -> 
 
 
 @compiled
-def decode(packed: Bytes, bounds: Ints, scales: Floats, out: Floats, adding: bool) -> int:
+def _decode(packed: Bytes, bounds: Ints, scales: Floats, out: Floats, adding: bool) -> int:
     """Write to `out`, or add to it."""
     fields = np.empty(PIECE, np.uint8)
     at = 0

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stretto.compress import bits
 from stretto.compress.kernels.bits_cuda import (
-    Plan,
+    PackingPlan,
     blank,
     check_length,
     field_at,
@@ -31,19 +31,22 @@ from stretto.compress.kernels.bits_cuda import (
     problem_of_rows,
     squares_of,
 )
-from stretto.compress.kernels.draw_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
+from stretto.compress.kernels.random_numbers_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.tern_grad import TernGrad
 
 ULP = tl.constexpr(2.0**-24)
 PLUS, MINUS, RESERVED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 BAD_FIELD = tl.constexpr(bits.BAD_FIELD)
 
 
-def encode(values: Tensor, blocks: Blocks, key: int, clip: float, residual: bool) -> Tensor:
-    """`clip`: infinity for none. With `residual`, `values` becomes what was not said."""
+def encode(codec: TernGrad, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    """With `residual`, `values` becomes what the payload leaves out."""
+    clip = codec.clip_at
     plan = plan_of(blocks, 2, values.device)
     payload, scales = blank(plan, values.device)
     if not plan.num_blocks:
@@ -52,28 +55,28 @@ def encode(values: Tensor, blocks: Blocks, key: int, clip: float, residual: bool
         scales.copy_(_scales(values, plan, clip))
     # `clip` is compiled in: as an argument it would be a float32.
     _encode[plan.grid](
-        values, payload, scales, *plan.columns, plan.keys, plan.num_blocks, as_argument(key),
+        values, payload, scales, *plan.columns, plan.keys, plan.num_blocks, as_argument(random.own),
         CLIP=clip if plan.whole and clip < math.inf else None, RESIDUAL=residual, **plan.shape,
     )  # fmt: skip
     return payload
 
 
-def _scales(values: Tensor, plan: Plan, clip: float) -> Tensor:
+def _scales(values: Tensor, plan: PackingPlan, clip: float) -> Tensor:
     largest, squares = measure(values, plan, squares=clip < math.inf)
     if clip == math.inf:
         return largest
     return torch.minimum(largest, (clip * (squares / plan.columns[0].diff()).sqrt()).float())
 
 
-def decode(payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> int:
-    """Write to `out`, or add to it. What `bits.check` takes. Waits for the device."""
+def decode(codec: TernGrad, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    """Waits for the device."""
     plan = plan_of(blocks, 2, out.device)
     check_length(payload, plan)
     if not plan.num_blocks:
-        return bits.FINE
+        return
     problem = new_flag(out.device)
     _decode[plan.grid](payload, out, problem, *plan.columns, plan.num_blocks, ADDING=adding, **plan.shape)
-    return wait_for(problem, out.device)
+    bits.check(wait_for(problem, out.device))
 
 
 @kernel("num_blocks", "key")

@@ -20,8 +20,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.layout import Blocks
+from stretto.compress.sparse_format import Chosen, Form, bits_of
 
 Array = Any  # numpy.ndarray, whose dtype and shape mean nothing to Numba's callers
 
@@ -31,8 +35,32 @@ GROUP = 8  # flags are bytes, read back as one word of this many
 SAMPLE = 16384
 
 
+def largest(values: Tensor, form: Form) -> Chosen:
+    chosen = _room(form.num_chosen)
+    _choose_largest(bits_of(values), form.blocks.bounds.numpy(), form.counts.numpy(), *_arrays(chosen))
+    return chosen
+
+
+def at_least(values: Tensor, floor: int, blocks: Blocks) -> tuple[Chosen, Form]:
+    bits, least = bits_of(values), np.uint32(floor)
+    counts = torch.empty(len(blocks), dtype=torch.int64, device="cpu")
+    _count_at_least(bits, blocks.bounds.numpy(), least, counts.numpy())
+    places, found = chosen = _room(int(counts.sum()) + GROUP)
+    count = _list_at_least(bits, least, *_arrays(chosen))
+    return Chosen(places[:count], found[:count]), Form.listed(blocks, counts)
+
+
+def _room(count: int) -> Chosen:
+    places = torch.empty(count, dtype=torch.int64, device="cpu")
+    return Chosen(places, torch.empty(count, dtype=torch.float32, device="cpu"))
+
+
+def _arrays(chosen: Chosen) -> tuple[Array, Array]:
+    return chosen.places.numpy(), bits_of(chosen.values)
+
+
 @compiled
-def choose_largest(bits: Array, bounds: Array, counts: Array, chosen: Array, words: Array) -> None:
+def _choose_largest(bits: Array, bounds: Array, counts: Array, chosen: Array, words: Array) -> None:
     """Write to `chosen` (int64) the places of the `counts[b]` largest of each block, ascending, and to `words` their bits."""
     put = 0
     for b in range(len(counts)):
@@ -44,7 +72,7 @@ def choose_largest(bits: Array, bounds: Array, counts: Array, chosen: Array, wor
 
 
 @compiled
-def count_at_least(bits: Array, bounds: Array, floor: np.uint32, counts: Array) -> None:
+def _count_at_least(bits: Array, bounds: Array, floor: np.uint32, counts: Array) -> None:
     """For each block how many magnitudes reach `floor` (a magnitude's bits)."""
     for b in range(len(counts)):
         part = bits[bounds[b] : bounds[b + 1]]
@@ -55,7 +83,7 @@ def count_at_least(bits: Array, bounds: Array, floor: np.uint32, counts: Array) 
 
 
 @compiled
-def list_at_least(bits: Array, floor: np.uint32, found: Array, words: Array) -> int:
+def _list_at_least(bits: Array, floor: np.uint32, found: Array, words: Array) -> int:
     """Write to `found` the places of all magnitudes that reach `floor`, ascending, and to `words` their bits, while they are in
     the cache; how many, or -1 if they might not fit.
 
@@ -97,7 +125,7 @@ def _choose(bits: Array, k: int, chosen: Array, words: Array) -> None:
     if n > TILE and k < n // 4:
         floor, room = _guess(bits, k)
         found, candidates = np.empty(room, np.int64), np.empty(room, np.uint32)
-        count = list_at_least(bits, floor, found, candidates)
+        count = _list_at_least(bits, floor, found, candidates)
         if count >= k:
             edge, spare = _kth_largest(candidates[:count], k)
             _take(candidates[:count], edge, spare, chosen, words)

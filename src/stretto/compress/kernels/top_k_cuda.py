@@ -1,4 +1,4 @@
-"""The k largest of each block on a GPU, exactly as `top_k.largest_reference` chooses them, and no waiting for the device.
+"""The k largest of each block on a GPU, exactly as the reference in `top_k.py` chooses them, and no waiting for the device.
 
     1. `edge_cuda` finds a window in which the k-th largest magnitude lies (the *edge*), with few elements in it or all of them
        equal: as a rule in one pass over the values
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import sparse_format
-from stretto.compress.kernels.cut_cuda import Pieces, cut_of, pieces_of
+from stretto.compress.kernels.device_blocks_cuda import Pieces, device_blocks_of, pieces_of
 from stretto.compress.kernels.edge_cuda import FEW_PROGRAMS, HIGH, LOW, Search, Windows, windows_of
 from stretto.compress.kernels.spans_cuda import (
     MAGNITUDE,
@@ -41,14 +41,16 @@ from stretto.compress.kernels.spans_cuda import (
 )
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
+from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sparse_format import Form
+from stretto.compress.top_k import TopK
 
 INDICES = 4096  # of a list, for one program that reads it
 MOST_LISTED = 1024  # elements in a window whose ends differ
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TopKPlan:
     """What does not depend on the values, for one cut and fraction. Tensors have one number per block, in the device's memory.
 
     It must not refer to its `Blocks`: plans are kept for as long as these live.
@@ -67,20 +69,20 @@ class Plan:
     indices: Pieces  # of the lists
 
 
-def plan_of(fraction: float, blocks: Blocks, device: torch.device) -> Plan:
+def plan_of(fraction: float, blocks: Blocks, device: torch.device) -> TopKPlan:
     """Made once."""
-    cut = cut_of(blocks, device)
+    cut = device_blocks_of(blocks, device)
     if ("top_k", fraction) not in cut.made:
         cut.made["top_k", fraction] = _plan(Form.smallest(blocks, sparse_format.counts_of(fraction, blocks)), cut.step, device)
-    plan: Plan = cut.made["top_k", fraction]
+    plan: TopKPlan = cut.made["top_k", fraction]
     return plan
 
 
-def _plan(form: Form, step: int, device: torch.device) -> Plan:
+def _plan(form: Form, step: int, device: torch.device) -> TopKPlan:
     blocks, listed = form.blocks, ~form.bitmapped
     maps = sparse_format.bitmap_bytes(blocks.lengths) * form.bitmapped
     num_listed, num_indices = form.sections[0] // 4, form.sections[1] // 4
-    return Plan(
+    return TopKPlan(
         num_bytes=form.num_bytes,
         num_word_bytes=sum(form.sections[:3]),
         search=Search.of(blocks, form.counts, MOST_LISTED, device),
@@ -99,12 +101,12 @@ def _before(sizes: Tensor) -> Tensor:
     return sizes.cumsum(0) - sizes
 
 
-def encode(values: Tensor, blocks: Blocks, fraction: float, key: int, residual: bool) -> Tensor:
-    """The payload of the largest. `key`: of the sample. With `residual`, `values` becomes zero where they were."""
-    plan = plan_of(fraction, blocks, values.device)
+def encode(codec: TopK, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    """The payload of the largest. With `residual`, `values` becomes zero where they were."""
+    plan = plan_of(codec.fraction, blocks, values.device)
     payload = torch.empty(plan.num_bytes, dtype=torch.uint8, device=values.device)
     if len(blocks):
-        windows = windows_of(values, plan.search, key)
+        windows = windows_of(values, plan.search, random.shared)
         marks, tallies = _marked(values, plan, windows)
         words, spans = payload[: plan.num_word_bytes].view(torch.int32), plan.spans
         _write[(len(spans),)](
@@ -115,7 +117,7 @@ def encode(values: Tensor, blocks: Blocks, fraction: float, key: int, residual: 
     return payload
 
 
-def _marked(values: Tensor, plan: Plan, windows: Windows) -> tuple[Tensor, Tensor]:
+def _marked(values: Tensor, plan: TopKPlan, windows: Windows) -> tuple[Tensor, Tensor]:
     """The marks (a bit for every element of every span, the first the lowest), and for each span how many are certainly chosen,
     and how many marked ones are on an edge that not all may be."""
     num, num_blocks, search, device = len(plan.spans), len(plan.search.counts), plan.search, values.device
@@ -159,7 +161,7 @@ def _list(
     values, owners, begins, ends, state, some, lengths, listed, places, list_rows, num_blocks,
     MOST: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Of the spans in `some`, the elements in windows: magnitudes and places, in no order."""
+    """The elements in windows of the spans in `some`: magnitudes and places, in no order."""
     for number in range(tl.program_id(0), tl.load(lengths + num_blocks), tl.num_programs(0)):
         span = tl.load(some + number)
         block = tl.load(owners + span)
@@ -243,7 +245,7 @@ def _write(
 
 @triton.jit
 def _first_of_equals(at, marked, edge, spare):
-    """Of the marked that are on the edge, leave the marks of the first `spare`. A byte of `marked` has those of eight values."""
+    """Leave the marks of the first `spare` elements that are on the edge. A byte of `marked` has the marks of eight values."""
     equal = tl.zeros_like(marked)
     for bit in tl.static_range(8):
         is_marked = ((marked >> bit) & 1) != 0

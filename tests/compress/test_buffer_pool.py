@@ -13,22 +13,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.together import Workers
-from stretto.compress import kept_memory
+from stretto.compress import buffer_pool
 from stretto.compress.bfloat16 import BFloat16
+from stretto.compress.buffer_pool import UNIT_BYTES, BufferPool
 from stretto.compress.codec import Codec, Compression
-from stretto.compress.draw import Draw
 from stretto.compress.dynamic8 import Dynamic8
 from stretto.compress.ef21 import EF21
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.float16 import Float16
 from stretto.compress.int8 import Int8
-from stretto.compress.kept_memory import UNIT_BYTES, KeptMemory
 from stretto.compress.kernels.compiling import has_numba
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.one_bit import OneBit
 from stretto.compress.one_bit_adam import OneBitAdam
 from stretto.compress.qsgd import QSGD
-from stretto.compress.rounds import Collective, Gather, Steps, Transpose, parts
+from stretto.compress.random_numbers import RandomKeys
+from stretto.compress.rounds import Collective, Gather, Steps, Transpose, share_out
 from stretto.compress.sign import Sign
 from stretto.compress.tern_grad import TernGrad
 from stretto.compress.threshold import Threshold
@@ -42,7 +42,7 @@ from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 
 CPU = torch.device("cpu")
-DRAW = Draw.of_round(2, rank=1)
+DRAW = RandomKeys.of_round(2, rank=1)
 CODECS: list[Codec] = [
     Float16(), BFloat16(), BFloat16(stochastic=True), Int8(16), Int8(16, stochastic=True), Dynamic8(32), QSGD(3, 32),
     TernGrad(block=64), OneBit(), Sign(64), Sign(64, vote=True),
@@ -58,10 +58,10 @@ SHAPES = [("a", (37, 11)), ("b", (300,)), ("empty", (0,)), ("c", (8, 16))]
 @pytest.fixture
 def tiny_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if vectors of some hundred bytes were large."""
-    monkeypatch.setattr(kept_memory, "UNIT_BYTES", 64)
+    monkeypatch.setattr(buffer_pool, "UNIT_BYTES", 64)
 
 
-def lend(memory: KeptMemory, num_bytes: int = UNIT_BYTES) -> Tensor:
+def lend(memory: BufferPool, num_bytes: int = UNIT_BYTES) -> Tensor:
     return memory.empty(num_bytes, torch.uint8, CPU)
 
 
@@ -70,7 +70,7 @@ def random(count: int, seed: int) -> Tensor:
 
 
 def without_memory(blocks: Blocks) -> Blocks:
-    return Blocks(blocks.bounds, blocks.keys, KeptMemory(most=0))
+    return Blocks(blocks.bounds, blocks.keys, BufferPool(most=0))
 
 
 # -- lending ----------------------------------------------------------------------------------------------------------
@@ -80,14 +80,14 @@ def without_memory(blocks: Blocks) -> Blocks:
 @pytest.mark.parametrize("less", [0, 1])
 def test_what_is_lent_is_as_from_torch(shape: Any, dtype: torch.dtype, less: int) -> None:
     shape = shape - less if isinstance(shape, int) else (*shape[:-1], shape[-1] - less)
-    lent, expected = KeptMemory().empty(shape, dtype, CPU), torch.empty(shape, dtype=dtype)
+    lent, expected = BufferPool().empty(shape, dtype, CPU), torch.empty(shape, dtype=dtype)
 
     assert (lent.shape, lent.dtype, lent.stride()) == (expected.shape, expected.dtype, expected.stride())
     assert lent.untyped_storage().nbytes() == expected.untyped_storage().nbytes() and lent.data_ptr() % 64 == 0
 
 
 def test_what_was_let_go_is_lent_again_also_for_a_length_that_is_nearly_the_same() -> None:
-    memory = KeptMemory()
+    memory = BufferPool()
     lent = lend(memory, 3 * UNIT_BYTES)
     address = lent.data_ptr()
     del lent
@@ -109,7 +109,7 @@ def test_what_was_let_go_is_lent_again_also_for_a_length_that_is_nearly_the_same
     ids=["tensor", "part", "other dtype", "array", "memoryview", "storage"],
 )
 def test_what_somebody_sees_is_not_lent_again(see: Callable[[Tensor], Any]) -> None:
-    memory = KeptMemory()
+    memory = BufferPool()
     lent = lend(memory)
     address = lent.data_ptr()
     seen = see(lent)
@@ -123,7 +123,7 @@ def test_what_somebody_sees_is_not_lent_again(see: Callable[[Tensor], Any]) -> N
 
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_no_more_than_asked_for_is_kept(most: int) -> None:
-    memory = KeptMemory(most)
+    memory = BufferPool(most)
     lent = [lend(memory, length * UNIT_BYTES) for length in (1, 1, 1, 2)]
     assert len({each.data_ptr() for each in lent}) == 4
     del lent
@@ -134,7 +134,7 @@ def test_no_more_than_asked_for_is_kept(most: int) -> None:
 
 
 def test_who_asks_for_ever_new_lengths_gets_them_and_only_the_last_are_kept() -> None:
-    memory = KeptMemory()
+    memory = BufferPool()
     for length in (*range(1, 21), 15):
         assert lend(memory, length * UNIT_BYTES).numel() == length * UNIT_BYTES
     assert list(memory._free) == [13, 14, 16, 17, 18, 19, 20, 15]
@@ -151,11 +151,11 @@ def test_payloads_of_other_lengths_in_every_round_are_not_kept(tiny_units: None)
     for number in range(6):
         workers.round([random(4000, 10 * number + rank) * (1 + number + rank) for rank in range(3)])
     kept = [value for one in workers.kept for value in one.values() if isinstance(value, Blocks)]
-    assert len(kept) == 3 and all(not any(blocks.memory._free.values()) for blocks in kept)
+    assert len(kept) == 3 and all(not any(blocks.pool._free.values()) for blocks in kept)
 
 
 def test_a_copy_begins_with_nothing() -> None:
-    memory = KeptMemory(1)
+    memory = BufferPool(1)
     lend(memory)
     assert sum(map(len, memory._free.values())) == 1
     assert not copy.deepcopy(memory)._free and copy.deepcopy(memory)._most == 1
@@ -163,7 +163,7 @@ def test_a_copy_begins_with_nothing() -> None:
 
 def test_threads_never_get_the_same(tiny_units: None) -> None:
     """All ask and let go at the same time; what each has written stays as it is until it lets go."""
-    memory, wrong = KeptMemory(most=8), []
+    memory, wrong = BufferPool(most=8), []
 
     def use(number: int) -> None:
         for _ in range(300):
@@ -274,10 +274,10 @@ class Recorded(Workers):
 
 
 def test_padding_is_zeros_whatever_the_memory_held(tiny_units: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = KeptMemory.empty
-    monkeypatch.setattr(KeptMemory, "empty", lambda self, *what: real(self, *what).fill_(255))
+    real = BufferPool.empty
+    monkeypatch.setattr(BufferPool, "empty", lambda self, *what: real(self, *what).fill_(255))
     codec, workers = Int8(64), Recorded(Int8(64), SHAPES, 3)
-    lengths = [codec.num_bytes(part.blocks) for part in parts(codec.blocks(workers.layout), 3)]
+    lengths = [codec.num_bytes(part.blocks) for part in share_out(codec.blocks(workers.layout), 3)]
     workers.round([random(workers.layout.num_elements, rank) for rank in range(3)])
 
     (first, second), shortest = workers.asked, lengths.index(min(lengths))
@@ -295,7 +295,7 @@ def test_after_the_first_rounds_nothing_large_is_taken(
     compression: Compression, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large: an eighth of the values, in bytes, or more. Of a codec's scales and bounds there is less."""
-    monkeypatch.setattr(kept_memory, "UNIT_BYTES", 2 << 10)
+    monkeypatch.setattr(buffer_pool, "UNIT_BYTES", 2 << 10)
     workers = Watched(compression, [("a", (16, 1024))], size)
     grads = [random(workers.layout.num_elements, rank) for rank in range(size)]
     for first in (True, False):
@@ -336,6 +336,6 @@ def test_training_over_a_wire_gives_the_same_bits(
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     plain = run_jobs(size, program)
-    monkeypatch.setattr(kept_memory, "UNIT_BYTES", 16)
+    monkeypatch.setattr(buffer_pool, "UNIT_BYTES", 16)
     for one, other in zip(plain, run_jobs(size, program), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -21,10 +21,10 @@ from torch import Tensor
 
 UNIT_BYTES: Final = 1 << 20
 MOST_FREE: Final = 2  # a collective's result may still be seen when the next one's memory is asked for
-MOST_LENGTHS: Final = 8  # a round has fewer; who asks for ever new ones must not make us hoard them
+MOST_LENGTHS: Final = 8  # a round has fewer; a caller that asks for ever new ones must not make the pool grow
 
 
-class KeptMemory:
+class BufferPool:
     """Lends memory and takes it back. Any thread may ask and any may let go. A copy of it begins with nothing."""
 
     __slots__ = ("_free", "_most")
@@ -33,8 +33,8 @@ class KeptMemory:
         self._most = most
         self._free: dict[int, list[Tensor]] = {}  # by number of units; the length asked for last is the last one
 
-    def __reduce__(self) -> tuple[type[KeptMemory], tuple[int]]:
-        return KeptMemory, (self._most,)
+    def __reduce__(self) -> tuple[type[BufferPool], tuple[int]]:
+        return BufferPool, (self._most,)
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """As `torch.empty`: what is in it is undefined. It cannot be resized."""

@@ -45,20 +45,20 @@ def mix_tensor(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class RandomKeys:
     """The keys of one round: 32-bit numbers."""
 
     shared: int = 0
     own: int = 0
 
     @classmethod
-    def of_round(cls, number: int, rank: int) -> Draw:
+    def of_round(cls, number: int, rank: int) -> RandomKeys:
         shared = mix(mix(number + GOLDEN))
         return cls(shared, mix(shared + (rank + 1) * GOLDEN))
 
-    def again(self) -> Draw:
-        """Other numbers in the same round, for what is encoded a second time. They do not depend on who does it."""
-        return Draw(mix(self.shared + 1), mix(self.shared + 2))
+    def again(self) -> RandomKeys:
+        """Other numbers in the same round, for what is encoded a second time. They do not depend on the worker."""
+        return RandomKeys(mix(self.shared + 1), mix(self.shared + 2))
 
     def uniform(self, blocks: Blocks, key: int, device: torch.device | None = None) -> Tensor:
         """For every element a number in [0, 1), float32. `key`: `self.own` or `self.shared`. The reference for all kernels."""

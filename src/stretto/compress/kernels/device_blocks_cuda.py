@@ -25,7 +25,7 @@ VECTOR = 4  # elements that one thread moves at a time, where they begin at a mu
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DeviceBlocks:
     """`bounds`, `keys`: in the device's memory. `step`: VECTOR if it divides all bounds, else 1. With a bit per element and each
     block padded to whole bytes, `byte_starts` says where they begin and `num_packed` how many there are."""
 
@@ -57,14 +57,14 @@ class Pieces:
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def cut_of(blocks: Blocks, device: torch.device) -> Cut:
-    by_device: dict[torch.device, Cut] = _known.setdefault(blocks.bounds, {})  # type: ignore[no-untyped-call]
+def device_blocks_of(blocks: Blocks, device: torch.device) -> DeviceBlocks:
+    by_device: dict[torch.device, DeviceBlocks] = _known.setdefault(blocks.bounds, {})  # type: ignore[no-untyped-call]
     if device not in by_device:
         by_device[device] = _cut(blocks, device)
     return by_device[device]
 
 
-def _cut(blocks: Blocks, device: torch.device) -> Cut:
+def _cut(blocks: Blocks, device: torch.device) -> DeviceBlocks:
     widths, longest = (blocks.lengths + 7) // 8, max(blocks.lengths.tolist(), default=0)
     if longest >= 2**31:
         raise ConfigurationError(
@@ -73,7 +73,7 @@ def _cut(blocks: Blocks, device: torch.device) -> Cut:
         )
     tile = next((tile for tile in TILES if tile >= longest), LONGEST)
     rows, step = max(1, PER_WARP // tile), 1 if bool((blocks.bounds % VECTOR).any()) else VECTOR
-    return Cut(
+    return DeviceBlocks(
         *blocks.on(device),
         byte_starts=(widths.cumsum(0) - widths).to(device),
         num_packed=int(widths.sum()),

@@ -1,4 +1,4 @@
-"""Random numbers on a GPU: the same 32-bit hash as `draw.py`, inside other kernels."""
+"""Random numbers on a GPU: the same 32-bit hash as `random_numbers.py`, inside other kernels."""
 
 # What Triton compiles has no types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stretto.compress import draw
+from stretto.compress import random_numbers
 
-GOLDEN = tl.constexpr(draw.GOLDEN)
-MULTIPLY_1, MULTIPLY_2 = tl.constexpr(draw.MULTIPLY_1), tl.constexpr(draw.MULTIPLY_2)
+GOLDEN = tl.constexpr(random_numbers.GOLDEN)
+MULTIPLY_1, MULTIPLY_2 = tl.constexpr(random_numbers.MULTIPLY_1), tl.constexpr(random_numbers.MULTIPLY_2)
 
 
 def as_argument(key: int) -> int:
@@ -21,7 +21,7 @@ def as_argument(key: int) -> int:
 
 @triton.jit
 def mix(x):
-    """Of uint32."""
+    """`random_numbers.mix` for uint32."""
     x = x ^ (x >> 16)
     x = x * MULTIPLY_1
     x = x ^ (x >> 15)
@@ -31,11 +31,11 @@ def mix(x):
 
 @triton.jit
 def bits_of(base, index):
-    """The draw of element `index` of a block whose keys mix to `base`."""
+    """The number of element `index` of a block whose keys mix to `base`."""
     return mix(base + index.to(tl.uint32) * GOLDEN)
 
 
 @triton.jit
 def base_of(keys, key):
-    """`keys`: of blocks, int64. `key`: of the round, as `as_argument` gives it."""
+    """`keys`: those of blocks, int64. `key`: that of the round, as `as_argument` gives it."""
     return mix(keys.to(tl.uint32) ^ key.to(tl.uint32))
