@@ -230,8 +230,7 @@ def _collect_tensors(engine: Engine) -> list[dict[str, Any]]:
     job = engine.job
     tensors: list[Tensor] = []
     buffers = {} if engine.broadcast_buffers else _buffers(engine.model)
-    state = engine.training.state()
-    skeletons = job.gather_object(take_apart({"buffers": buffers, "own": {} if state is None else state.own}, tensors))
+    skeletons = job.gather_object(take_apart({"buffers": buffers, "own": engine.training.state().own}, tensors))
     out: list[dict[str, Any]] = []
     for rank, skeleton in enumerate(skeletons):
         found = [_sent_to_rank_0(job, tensors, rank, number, kind) for number, kind in enumerate(kinds(skeleton))]
@@ -280,10 +279,11 @@ def _stretto_entry(engine: Engine, sampler: Sampler | None, everybody: list[dict
 
 
 def _compress_entry(engine: Engine) -> dict[str, Any] | None:
-    if (state := engine.training.state()) is None:
+    if (text := engine.training.state_text) is None:
         return None
+    state = engine.training.state()
     shared = {name: {kind: value.cpu() for kind, value in kinds.items()} for name, kinds in state.shared.items()}
-    return {"text": state.text, "rounds": state.rounds, "shared": shared}
+    return {"text": text, "rounds": state.rounds, "shared": shared}
 
 
 def _layout(engine: Engine) -> list[list[str]]:
@@ -407,8 +407,7 @@ def _optimizer_difference(optimizers: Sequence[Optimizer], content: dict[str, An
 
 def _memory_difference(engine: Engine, entry: dict[str, Any]) -> str | None:
     """What in a saved state of this very way of training cannot belong to this model. Any other state is left out anyway."""
-    state = engine.training.state()
-    if state is None or entry["compress"] is None or entry["compress"]["text"] != state.text:
+    if entry["compress"] is None or entry["compress"]["text"] != engine.training.state_text:
         return None
     exported = [entry["compress"]["shared"], *(worker["own"] for worker in entry["ranks"])]
     return next((problem for one in exported if (problem := engine.training.check_state(one)) is not None), None)
@@ -463,19 +462,19 @@ def _apply_choices(entry: dict[str, Any], job: Job) -> _Found:
 
 def _apply_memory(entry: dict[str, Any], engine: Engine) -> _Found:
     """What compressions remember. With another number of workers each takes the mean of what all had: it still gets said."""
-    saved, now = entry["compress"], engine.training.state()
+    saved, now = entry["compress"], engine.training.state_text
     if now is None:
         compress = engine.strategy.compress
         return _Found() if saved is None else _Found(lost=[f"what compress={saved['text']} remembered (now {compress!r})"])
-    if saved is None or saved["text"] != now.text:
+    if saved is None or saved["text"] != now:
         then = "nothing was compressed" if saved is None else f"then compress={saved['text']}"
-        return _Found(lost=[f"what compress={now.text} remembers begins anew ({then})"])
+        return _Found(lost=[f"what compress={now} remembers begins anew ({then})"])
     everybody = [worker["own"] for worker in entry["ranks"]]
     same = entry["world_size"] == engine.job.world_size
     own = deepcopy(everybody[engine.job.rank]) if same else engine.training.shared_out(everybody)
-    engine.training.load_state(TrainingState(saved["text"], saved["rounds"], own, deepcopy(saved["shared"])))
+    engine.training.load_state(TrainingState(saved["rounds"], own, deepcopy(saved["shared"])))
     how = "" if same else f", of {entry['world_size']} workers as their mean"
-    return _Found(carried=[f"what compress={now.text} remembers{how}"])
+    return _Found(carried=[f"what compress={now} remembers{how}"])
 
 
 def _changes(entry: dict[str, Any], engine: Engine) -> list[str]:

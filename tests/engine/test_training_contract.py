@@ -79,6 +79,7 @@ class BoardTraining(Training[Bucket]):
     """Adds gradients up in shared memory: no wire, no collective, no codec."""
 
     waits_before_use = True
+    state_text = "a board"
 
     def __init__(self, strategy: Any, job: Job, setting: Setting) -> None:
         super().__init__(strategy, job, setting)
@@ -134,7 +135,7 @@ class BoardTraining(Training[Bucket]):
 
     def state(self) -> TrainingState:
         name = self.buckets[0].names[0]
-        return TrainingState("a board", self._round, {name: {"steps": torch.tensor([float(self._stepped)])}}, {})
+        return TrainingState(self._round, {name: {"steps": torch.tensor([float(self._stepped)])}}, {})
 
     def load_state(self, state: TrainingState) -> None:
         self._round = state.rounds

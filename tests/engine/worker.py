@@ -105,9 +105,7 @@ def rounds(model: nn.Module) -> int:
 
 def remembered(model: nn.Module) -> TrainingState:
     """What the compressions of a distributed model remember."""
-    state = engine_of(model).training.state()
-    assert state is not None
-    return state
+    return engine_of(model).training.state()
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

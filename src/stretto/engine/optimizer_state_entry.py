@@ -26,8 +26,7 @@ def keep_with(optimizer: Optimizer, engine: Engine) -> list[RemovableHandle]:
     """From now on `optimizer.state_dict()` holds what the engine's Training remembers, and loading one brings it back."""
 
     def add(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state = engine.training.state()
-        return state_dict if state is None else {**state_dict, ENTRY: _entry_of(engine, state)}
+        return {**state_dict, ENTRY: _entry_of(engine, engine.training.state())}
 
     def take(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         entry = state_dict.get(ENTRY)
@@ -51,7 +50,7 @@ def _check_form(entry: Any) -> None:
 
 def _entry_of(engine: Engine, state: TrainingState) -> dict[str, Any]:
     return {
-        "compress": state.text,
+        "compress": engine.training.state_text,
         "rank": engine.job.rank,
         "world_size": engine.job.world_size,
         "rounds": state.rounds,
@@ -63,7 +62,7 @@ def _entry_of(engine: Engine, state: TrainingState) -> dict[str, Any]:
 def _take_entry(engine: Engine, entry: dict[str, Any]) -> None:
     """Go on from what this worker remembered, as far as it fits."""
     training = engine.training
-    if (now := training.state()) is None or entry["compress"] != now.text:
+    if entry["compress"] != training.state_text:
         log.warning("the optimizer's state is of compress=%s: what that remembered is left out", entry["compress"])
         return
     problem = training.check_state(entry["own"]) or training.check_state(entry["shared"])
@@ -76,4 +75,4 @@ def _take_entry(engine: Engine, entry: dict[str, Any]) -> None:
         then, here = f"rank {entry['rank']} of {entry['world_size']}", f"rank {engine.job.rank} of {engine.job.world_size}"
         log.warning("residuals of %s are not taken by %s; stretto.save and load keep everybody's", then, here)
         own = {}
-    training.load_state(TrainingState(entry["compress"], entry["rounds"], own, entry["shared"]))
+    training.load_state(TrainingState(entry["rounds"], own, entry["shared"]))

@@ -95,7 +95,6 @@ class RoundResult(NamedTuple):
 class TrainingState(NamedTuple):
     """What a Training remembers from step to step, as it is saved. `own` is this worker's, `shared` the same on all."""
 
-    text: str  # what it belongs to: the state of another text is not taken
     rounds: int
     own: TensorsByName
     shared: TensorsByName
@@ -107,6 +106,7 @@ class Training(ABC, Generic[B]):
     waits_before_use: ClassVar[bool] = False  # whether `before_use` is to be called at all
     engaged: bool = True  # otherwise there is nothing to do, and no hook is set: the plain loop
     no_second_mean: str | None = None  # the answer that does not allow adding to a mean that no step has used, if there is one
+    state_text: str | None = None  # what its state belongs to, so that none of another kind is taken; None: it never has one
     no_join: str | None = None  # why workers cannot run out of data at different times, if so
 
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
@@ -169,9 +169,9 @@ class Training(ABC, Generic[B]):
 
     # -- what is remembered -------------------------------------------------------------------------------------------
 
-    def state(self) -> TrainingState | None:
-        """A copy of all that has to be saved; None if there never is anything."""
-        return None
+    def state(self) -> TrainingState:
+        """A copy of all that has to be saved."""
+        return TrainingState(0, {}, {})
 
     def check_state(self, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
         """What in `own` or `shared` of a saved state cannot belong to this model, in words, or None."""

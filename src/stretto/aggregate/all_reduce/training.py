@@ -86,7 +86,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         self._sequence = 0  # of this model's collectives: its next number
         self._round = 0
         if self._is_lossy:
-            self.no_second_mean = f"compress={compress!r}"
+            self.no_second_mean, self.state_text = f"compress={compress!r}", repr(compress)
             if compress.no_abstention is not None:
                 self.no_join = f"compress={compress!r}: {compress.no_abstention} (ErrorFeedback(Sign()) can)"
             if job.rank == 0:
@@ -128,7 +128,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
 
     def arrange(self, dense: Sequence[Named], sparse: Sequence[Named]) -> Sequence[ReducedBucket]:
         """What compressions remember belongs to parameters, wherever these lie now."""
-        before = self._state()
+        before = self.state()
         self.buckets = self._make_buckets(dense)
         self._restore(before)
         self._sparse = sparse
@@ -417,14 +417,10 @@ class SynchronousAllReduce(Training[ReducedBucket]):
                 else:
                     bucket.turn.state.discard()
 
-    def state(self) -> TrainingState | None:
-        return self._state() if self._is_lossy else None
-
-    def _state(self) -> TrainingState:
+    def state(self) -> TrainingState:
         own, shared = compression_state.export(self.buckets)
         rounds = next((bucket.state.rounds for bucket in self.buckets if bucket.state is not None), 0)
-        text = repr(self._strategy.compress)
-        return TrainingState(text, rounds, self._remembered[0] | own, self._remembered[1] | shared)
+        return TrainingState(rounds, self._remembered[0] | own, self._remembered[1] | shared)
 
     def check_state(self, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
         return compression_state.check(saved, self.buckets)

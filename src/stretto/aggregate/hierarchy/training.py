@@ -53,6 +53,8 @@ class SynchronousHierarchy(SynchronousAllReduce):
         self._owners: dict[str, int] = {}  # parameter -> the place on each host of the worker that speaks for it
         self._fabric: Fabric | None = None
         super().__init__(strategy, job, setting)
+        if self.state_text is not None:
+            self.state_text += " between hosts"
         self.no_join = None
 
     @classmethod
@@ -161,10 +163,10 @@ class SynchronousHierarchy(SynchronousAllReduce):
 
     # -- what compressions remember -----------------------------------------------------------------------------------
 
-    def _state(self) -> TrainingState:
+    def state(self) -> TrainingState:
         """All of it is this worker's own: other workers of its host have none of it, not even of what all hosts share."""
-        state = super()._state()
-        return state._replace(text=f"{state.text} between hosts", own=_put_together(state.own, state.shared), shared={})
+        state = super().state()
+        return state._replace(own=_put_together(state.own, state.shared), shared={})
 
     def check_state(self, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
         own, shared = _take_apart(saved)
