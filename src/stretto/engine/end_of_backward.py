@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Listener(Protocol):
+class BackwardListener(Protocol):
     def end_of_backward(self) -> None:
         """The backward has ended well."""
 
@@ -24,7 +24,7 @@ class Listener(Protocol):
 class EndOfBackward:
     """Tells `listener`, which it holds weakly: autograd's own references are beyond the garbage collector's sight."""
 
-    def __init__(self, listener: Listener, number: int) -> None:
+    def __init__(self, listener: BackwardListener, number: int) -> None:
         self._listener: weakref.ref[Any] = weakref.ref(listener)
         self._number = number
         self._called = False
