@@ -59,6 +59,7 @@ ACCUSED_S = 1.0  # how long a worker lost to `PeerLost` waits for the peer it ac
 END_S = 2.0
 LAST_WORD_S = 1.0
 PR_SET_PDEATHSIG = 1
+GO = b"go"
 NO_BACKWARD_IN_A_FORK = (
     "\nThe process that called launch has run a backward, for which torch has started threads there. The workers are copies of "
     "that process without its threads, because the function was typed into it, and cannot run a backward of their own.\n"
@@ -110,6 +111,8 @@ def launch(
             for variables in _variables(n, rendezvous, job_secret, encrypted):
                 workers.append(_start(method, variables, work, guard))
                 os.write(guard, b"%d\n" % workers[-1].pid)
+                with contextlib.suppress(BrokenPipeError):  # it has died already: `_gather` says how
+                    workers[-1].pipe.send_bytes(GO)  # not before: what it starts is found by the guard only
             results = _gather(workers, deadline, timeout_s)
             _let_go(workers)
             return results
@@ -233,7 +236,7 @@ def _guard() -> Iterator[int]:
 
 def _start(method: StartMethod, variables: dict[str, str], work: Any, guard: int) -> _Worker:
     context = multiprocessing.get_context(method)
-    pipe, child_pipe = context.Pipe(duplex=False)
+    pipe, child_pipe = context.Pipe()
     not_yours = [guard] if method == "fork" else []  # spawned children inherit no descriptor they are not given
     process = context.Process(  # type: ignore[attr-defined]  # typeshed: BaseContext has it, only not in the union
         target=_worker_main, args=(variables, work, child_pipe, not_yours, os.getpid()), daemon=False
@@ -354,6 +357,10 @@ def _worker_main(variables: dict[str, str], work: Any, pipe: Connection, not_our
         os.close(descriptor)  # else the guard would not meet end-of-file while we live
     os.setsid()
     _end_with(parent)
+    try:
+        pipe.recv_bytes()
+    except EOFError:
+        os._exit(1)  # the parent has died, or given up, before the guard knew of this worker
     os.environ.update(variables)
     if "torch" in sys.modules and not isinstance(work, bytes):  # forked
         sys.modules["torch"].set_num_threads(1)
