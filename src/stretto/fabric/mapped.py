@@ -134,7 +134,7 @@ def _map_everybody(group: Group, num_bytes: Sequence[int]) -> list[Tensor]:
     mine, problem = _make(num_bytes[group.rank])
     offers = gather_object(group, None if mine is None else msgspec.to_builtins(mine.offer))
     memory: list[Tensor] = []
-    if mine is not None:
+    if mine is not None and None not in offers:  # else the member that has none says why
         try:
             for member, offer in enumerate(offers):
                 memory.append(_bytes_of(mine) if member == group.rank else _map(offer, num_bytes[member]))
@@ -157,8 +157,6 @@ def _make(num_bytes: int) -> tuple[OwnMapping | None, str]:
 
 
 def _map(offer: object, num_bytes: int) -> Tensor:
-    if offer is None:
-        raise ValueError("nothing")
     checked = msgspec.convert(offer, MappingOffer)
     if checked.num_bytes != num_bytes:
         raise ValueError(f"{checked.num_bytes} bytes where {num_bytes} are due")
