@@ -61,7 +61,8 @@ def strategies(names: list[str], schedule: str) -> dict[str, str]:
 
 
 def run(settings: CompressStepSettings) -> CompressStepReport:
-    answer = run_workers(str(WORKER), settings, os.environ, workers=settings.hosts, lab=True, rate=settings.rate)
+    count, rate = settings.hosts * settings.workers, settings.rate
+    answer = run_workers(str(WORKER), settings, os.environ, workers=count, lab=True, rate=rate, per_host=settings.workers)
     return msgspec.json.decode(answer, type=CompressStepReport)
 
 
@@ -69,7 +70,8 @@ def rate_for(rho: float, settings: CompressStepSettings) -> str:
     """Bits per second at which DDP's bytes take `rho` times as long as a step without communication."""
     alone = run(msgspec.structs.replace(settings, strategies={}, peers=(LIMIT,), rounds=15, rate=None))
     step_s = statistics.median(alone.rows[0].seconds)
-    num_bytes = 2 * (settings.hosts - 1) / settings.hosts * 4 * alone.num_parameters
+    workers = settings.hosts * settings.workers
+    num_bytes = 2 * (workers - 1) / workers * 4 * alone.num_parameters
     mbit = num_bytes * 8 / (rho * step_s) / 1e6
     print(f"a step without communication takes {step_s:.3f} s; rho = {rho:g} at {mbit:.0f} Mbit/s", flush=True)
     return f"{max(1, round(mbit))}mbit"

@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 import torch
-from step_models import Workload, gpt
+from step_models import Workload, gpt, workloads
 from step_worker import DDP, DDP_FP16, LIMIT, TrainedModel, alternate, device_of, take_part
 
 from stretto.bench.machine import MachineInfo, describe
@@ -27,6 +27,8 @@ class CompressStepSettings(msgspec.Struct, frozen=True, kw_only=True):
     strategies: dict[str, str]
     peers: tuple[str, ...] = (LIMIT, DDP, DDP_FP16)
     hosts: int = 4
+    workers: int = 1  # of each host
+    model: str = "gpt"  # of the size below, or the name of another workload
     rate: str | None = None
     rounds: int = 9
     rows: int = 4  # of each worker's batch
@@ -43,6 +45,7 @@ class CompressStepRow(msgspec.Struct, frozen=True, kw_only=True):
     contender: str
     seconds: list[float]
     bytes_sent: int | None = None
+    bytes_between_hosts: int | None = None  # of this, what went to other hosts
 
 
 class CompressStepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +57,14 @@ class CompressStepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def workload_of(settings: CompressStepSettings) -> Workload:
+    if settings.model != "gpt":
+        return workloads()[settings.model]
     return gpt("", settings.width, 6, settings.depth, settings.rows, settings.length)
+
+
+def bytes_to_other_hosts(job: Job) -> int:
+    here = job.peers[job.rank].host
+    return sum(job.ledger.sent_to(peer.rank) for peer in job.peers if peer.host != here)
 
 
 def measure(job: Job, settings: CompressStepSettings) -> CompressStepReport:
@@ -64,17 +74,18 @@ def measure(job: Job, settings: CompressStepSettings) -> CompressStepReport:
     batch = workload.batch().to(device)
     names = (*settings.peers, *settings.strategies)
     contenders = [TrainedModel(name, workload, job, device, settings.strategies.get(name)) for name in names]
-    sent: list[int | None] = []
+    sent: list[tuple[int | None, int | None]] = []
     for contender in contenders:
         for _ in range(WARM_UP):
-            before = job.ledger.bytes_sent
+            before, between = job.ledger.bytes_sent, bytes_to_other_hosts(job)
             contender.step(batch)
-        sent.append(job.ledger.bytes_sent - before if contender.name in settings.strategies else None)
+        counted = (job.ledger.bytes_sent - before, bytes_to_other_hosts(job) - between)
+        sent.append(counted if contender.name in settings.strategies else (None, None))
         job.barrier()
     seconds = alternate(job, contenders, batch, settings.rounds, STEPS)
     rows = [
-        CompressStepRow(contender=name, seconds=times, bytes_sent=num_bytes)
-        for name, times, num_bytes in zip(names, seconds, sent, strict=True)
+        CompressStepRow(contender=name, seconds=times, bytes_sent=num_bytes, bytes_between_hosts=between)
+        for name, times, (num_bytes, between) in zip(names, seconds, sent, strict=True)
     ]
     count = sum(parameter.numel() for parameter in contenders[0].core.parameters())
     return CompressStepReport(settings=settings, machine=describe(), date=now(), num_parameters=count, rows=rows)

@@ -16,18 +16,25 @@ LAB_LIMIT_S = 3600.0
 
 
 def run_workers(
-    program: str, settings: msgspec.Struct, environ: Mapping[str, str], *, workers: int, lab: bool, rate: str | None = None
+    program: str,
+    settings: msgspec.Struct,
+    environ: Mapping[str, str],
+    *,
+    workers: int,
+    lab: bool,
+    rate: str | None = None,
+    per_host: int = 1,
 ) -> bytes:
     """What rank 0 has written to the file that is its last argument; the one before is `settings` as JSON. For the main thread.
 
-    `program`: a script, or the name of a module. `lab`: on lab hosts, with links of that rate.
+    `program`: a script, or the name of a module. `lab`: on lab hosts, `per_host` workers on each, with links of that rate.
     """
     with tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:
         answer = Path(folder) / "report.json"
         words = [msgspec.json.encode(settings).decode(), str(answer)]
         module = not program.endswith(".py")
         if lab:
-            _run_on_hosts([*(["-m"] if module else []), program, *words], workers, rate, environ)
+            _run_on_hosts([*(["-m"] if module else []), program, *words], workers // per_host, per_host, rate, environ)
         else:
             _run_here(program, words, module, workers, environ)
         return answer.read_bytes()
@@ -44,7 +51,7 @@ def _run_here(program: str, words: list[str], module: bool, workers: int, enviro
 
 
 class _ToStderr:
-    """Shows what the first host writes while it runs."""
+    """Shows what rank 0 writes while it runs."""
 
     congested = False
 
@@ -54,15 +61,15 @@ class _ToStderr:
             sys.stderr.flush()
 
 
-def _run_on_hosts(words: list[str], hosts: int, rate: str | None, environ: Mapping[str, str]) -> None:
+def _run_on_hosts(words: list[str], hosts: int, per_host: int, rate: str | None, environ: Mapping[str, str]) -> None:
     from stretto.lab import Lab
 
     with Lab(hosts, rate, environ=environ) as lab:
-        job = lab.start([sys.executable, *words], sink=_ToStderr())
+        job = lab.start([sys.executable, *words], workers=per_host, sink=_ToStderr())
         results = job.wait(LAB_LIMIT_S)
     if job.first_failure is not None:
         failed = results[job.first_failure]
         raise JobError(
-            f"the benchmark failed on host {job.first_failure} first (exit code {failed.returncode}). It had written:\n"
+            f"the benchmark failed on rank {job.first_failure} first (exit code {failed.returncode}). It had written:\n"
             f"{failed.output.rstrip()[-4000:]}"
         )
