@@ -283,7 +283,7 @@ def _compress_entry(engine: Engine) -> dict[str, Any] | None:
         return None
     state = engine.training.state()
     shared = {name: {kind: value.cpu() for kind, value in kinds.items()} for name, kinds in state.shared.items()}
-    return {"text": text, "rounds": state.rounds, "shared": shared}
+    return {"text": text, "rounds": state.rounds, "shared": shared, "placement": engine.training.placement}
 
 
 def _layout(engine: Engine) -> list[list[str]]:
@@ -470,7 +470,7 @@ def _apply_memory(entry: dict[str, Any], engine: Engine) -> _Found:
         then = "nothing was compressed" if saved is None else f"then compress={saved['text']}"
         return _Found(lost=[f"what compress={now} remembers begins anew ({then})"])
     everybody = [worker["own"] for worker in entry["ranks"]]
-    same = entry["world_size"] == engine.job.world_size
+    same = (entry["world_size"], saved.get("placement", "")) == (engine.job.world_size, engine.training.placement)
     own = deepcopy(everybody[engine.job.rank]) if same else engine.training.shared_out(everybody)
     engine.training.load_state(TrainingState(saved["rounds"], own, deepcopy(saved["shared"])))
     how = "" if same else f", of {entry['world_size']} workers as their mean"
@@ -482,7 +482,7 @@ def _changes(entry: dict[str, Any], engine: Engine) -> list[str]:
     if entry["strategy"] != repr(engine.strategy):
         return [f"the strategy (then {entry['strategy']}, now {engine.strategy!r})"]
     if entry["world_size"] == engine.job.world_size and entry["buckets"] != _layout(engine):
-        return ["the bucket layout (parameters were frozen or unfrozen)"]
+        return ["the bucket layout (other parameters are frozen, or workers are on other hosts)"]
     return []
 
 

@@ -93,7 +93,8 @@ def distribute(
     _attach(engine)
     if former is not None and former.job is job:
         engine.loop.backwards |= former.loop.backwards  # what was accumulated is still in p.grad, and still to be combined
-        if former.training.state_text == engine.training.state_text is not None:
+        then, now = former.training, engine.training
+        if now.state_text is not None and (then.state_text, then.placement) == (now.state_text, now.placement):
             engine.training.load_state(former.training.state())
     return model, optimizer
 
@@ -103,7 +104,7 @@ def _attach(engine: Engine) -> None:
     job, model = engine.job, engine.called
     if job.tracer is not None:
         engine.attached += trace_compute(job.tracer, model, engine.loop.optimizers)
-    if engine.training.state_text is not None:
+    if engine.training.state_text is not None and not engine.training.placement:
         engine.attached += keep_with(engine.loop.optimizers[0], engine)
     job.engines.add(engine)
     for each in wrappings(model):

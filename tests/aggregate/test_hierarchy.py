@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,21 @@ from torch import Tensor, nn
 from engine.worker import Refusing, assert_equal_everywhere, data, mlp, seeded, start, state_of, take_step
 from laws.strategies import COMPRESSIONS
 from stretto import AllReduce, Hierarchy, Strategy, parse
+from stretto.aggregate.hierarchy import training as hierarchy
 from stretto.aggregate.hierarchy.training import SynchronousHierarchy
 from stretto.checkpoint import load, save
 from stretto.compress.codec import Compression
+from stretto.compress.dgc import DGC
+from stretto.compress.ef21 import EF21
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.none import NoCompression
 from stretto.compress.power_sgd import PowerSGD
 from stretto.compress.sign import Sign
+from stretto.compress.top_k import TopK
 from stretto.distributing import distribute, engine_of, join
 from stretto.engine.training import TensorsByName
-from stretto.errors import BackwardFailed, ConfigurationError, PeerLost
+from stretto.errors import BackwardFailed, ConfigurationError, PeerLost, RankMismatch
+from stretto.fabric.mapped import MappedFabric
 from stretto.job import Job
 from stretto.plan import auto
 from stretto.plan.choose import Choices
@@ -115,6 +121,33 @@ def test_save_and_load_resume_with_the_same_bits_also_on_other_workers(compress:
     assert_equal_everywhere(run_jobs(3, program, range(6, 7), hosts=["a", "a", "b"]))  # another job: what was left is still said
 
 
+@pytest.mark.parametrize("compress", [EF21(TopK(0.3)), DGC(0.1, warm_up=()), SIGN], ids=repr)
+def test_a_checkpoint_is_loaded_by_as_many_workers_on_other_hosts(compress: Compression, tmp_path: Path) -> None:
+    """What a worker kept is another worker's there."""
+
+    def program(job: Job, begin: int) -> tuple[dict[str, Tensor], float]:
+        model = mlp().float()
+        optimizer = optimizer_for(compress, model)
+        distribute(model, optimizer, two_levels(compress), job=job)
+        if begin:
+            load(tmp_path / "c.pt", model, optimizer)
+        kept = sum(float(value.abs().sum()) for kinds in remembered(model).values() for value in kinds.values())
+        for step in range(begin, begin + 3):
+            model(data(job.rank, step).float()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not begin:
+            save(tmp_path / "c.pt", model, optimizer)
+        assert "stretto" not in optimizer.state_dict()  # only all workers' together means something
+        return state_of(model), kept
+
+    run_jobs(4, program, 0, hosts=TWO_BY_TWO)
+    for hosts in (["a", "b", "a", "b"], ["a", "b", "c", "d"], ["a"] * 4):
+        resumed = run_jobs(4, program, 3, hosts=hosts)
+        assert_equal_everywhere([state for state, _ in resumed])
+        assert sum(kept for _, kept in resumed) > 0  # what was left to say is still there
+
+
 def test_what_a_parameter_has_yet_to_say_is_kept_while_it_is_frozen() -> None:
     def program(job: Job) -> float:
         model = mlp().float()
@@ -183,6 +216,13 @@ def test_a_host_sends_the_model_once_where_a_flat_ring_sends_it_one_and_a_half_t
     assert 1.5 * payload < sum(by_ring[:2]) < 1.51 * payload
 
 
+def test_buckets_go_in_pieces_and_come_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_jobs(4, train, two_levels(), [0, 1, 2, 3], hosts=TWO_BY_TWO)
+    monkeypatch.setattr(hierarchy, "PIECE_BYTES", 40)
+    pieces = run_jobs(4, train, two_levels(), [0, 1, 2, 3], hosts=TWO_BY_TWO)
+    assert_equal_everywhere([*whole, *pieces])
+
+
 def test_parameters_are_shared_out_evenly_and_keep_their_owner() -> None:
     def program(job: Job) -> list[int]:
         model = seeded(lambda: nn.Sequential(*[nn.Linear(10, 10) for _ in range(8)]))
@@ -208,7 +248,9 @@ def test_parameters_are_shared_out_evenly_and_keep_their_owner() -> None:
 
 @pytest.mark.parametrize("inner", ["native", "ring"])
 @pytest.mark.parametrize("compress", [NoCompression(), SIGN], ids=repr)
-def test_a_worker_that_dies_is_named_on_both_hosts(inner: str, compress: Compression) -> None:
+def test_a_worker_that_dies_is_named_on_both_hosts(inner: str, compress: Compression, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hierarchy, "PIECE_BYTES", 40)
+
     def program(job: Job) -> str:
         model = mlp().float()
         optimizer = start(job, model, two_levels(compress, inner))
@@ -242,6 +284,69 @@ def test_a_backward_that_fails_gives_nobody_a_step() -> None:
             with pytest.raises(BackwardFailed, match="1"):
                 out.sum().backward()
         assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
+
+    run_jobs(4, program, hosts=TWO_BY_TWO)
+
+
+@pytest.mark.parametrize("what", ["freezes a layer", "appends a layer", "is elsewhere"])
+def test_one_worker_that_does_something_else_is_found_out_on_both_hosts(what: str) -> None:
+    def program(job: Job) -> None:
+        model = mlp().float()
+        optimizer = start(job, model, two_levels())
+        take_step(model, job, optimizer)
+        with pytest.raises(RankMismatch):
+            if job.rank == 1 and what == "freezes a layer":
+                model[0].requires_grad_(False)
+            if job.rank == 1 and what == "appends a layer":
+                model.append(nn.Linear(1, 1))
+            if job.rank == 1 and what == "is elsewhere":
+                job.barrier()
+            for step in range(1, 4):  # a frozen layer is noticed when it got no gradient
+                take_step(model, job, optimizer, step=step)
+
+    run_jobs(4, program, hosts=TWO_BY_TWO)
+
+
+def test_a_round_that_fails_does_not_undo_the_one_before_where_it_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_second, others_disagree = threading.Event(), threading.Event()
+    share = MappedFabric.share
+
+    def late(self: MappedFabric, area: int, flat: Tensor, number: int, label: str) -> Any:
+        if self._group.endpoint.rank == 3 and in_second.is_set():
+            assert others_disagree.wait(20)
+        yield from share(self, area, flat, number, label)
+
+    def program(job: Job) -> dict[str, Tensor]:
+        model = mlp().float()
+        optimizer = start(job, model, Strategy(aggregate=Hierarchy()))  # one bucket
+        take_step(model, job, optimizer)
+        if job.rank == 3:
+            in_second.set()
+        take_step(model, job, optimizer, step=1)  # in which rank 3 is late, and rank 2 waits for it
+        optimizer.param_groups[0]["lr"] *= 2 if job.rank == 1 else 1
+        with pytest.raises(RankMismatch, match="learning rates"):
+            try:
+                take_step(model, job, optimizer, step=2)
+            finally:
+                others_disagree.set()
+        return state_of(model)
+
+    monkeypatch.setattr(MappedFabric, "share", late)
+    assert_equal_everywhere(run_jobs(4, program, hosts=TWO_BY_TWO))
+
+
+def test_parameters_that_change_again_and_again_take_no_more_channels() -> None:
+    def program(job: Job) -> None:
+        model = mlp().float()
+        optimizer = start(job, model, two_levels())
+        training = engine_of(model).training
+        assert isinstance(training, SynchronousHierarchy)
+        channels = None
+        for step in range(6):
+            model[0].requires_grad_(step % 2 == 0)
+            take_step(model, job, optimizer, step=step)
+            channels = channels or set(training._channels)
+        assert training._channels == channels
 
     run_jobs(4, program, hosts=TWO_BY_TWO)
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -692,6 +693,33 @@ def test_what_cannot_work_is_refused_at_once(call: Callable[[], object], problem
         return job.ledger.bytes_sent
 
     assert run_jobs(2, program) == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce", "broadcast"])
+def test_members_that_name_different_roots_are_told_so(kind: str) -> None:
+    """The root that only some of them mean may have done its part, and returned, before it hears of it."""
+
+    def program(job: Job) -> bool:
+        root = 1 if job.rank == 2 else 0
+        call = getattr(stretto, kind)
+        arguments = [torch.ones(3), torch.ones(3, 3) if job.rank == root else None] if kind == "scatter" else [torch.ones(3)]
+        try:
+            call(*arguments, root=root)
+        except RankMismatch as told:
+            assert "root=0" in str(told) and "root=1" in str(told)
+            return True
+        return False
+
+    assert sum(run_jobs(3, program)) >= 2
+
+
+def test_ranks_of_numpy_are_ranks_and_truth_values_are_none() -> None:
+    def program(job: Job) -> tuple[int, ...]:
+        with pytest.raises(ConfigurationError, match="'True' is none"):
+            stretto.group([True, False])
+        return stretto.group(np.arange(2)).ranks
+
+    assert run_jobs(2, program) == [(0, 1)] * 2
 
 
 def test_a_group_of_a_job_that_was_left_is_refused() -> None:

@@ -118,11 +118,11 @@ def test_where_one_cannot_make_the_memory_all_use_the_wire(
 ) -> None:
     fired: list[int] = []
 
-    def refuse_once(num_bytes: int) -> OwnMapping:
+    def refuse_once(num_bytes: int, of_all: int) -> OwnMapping:
         if not fired:
             fired.append(num_bytes)
             raise OSError(28, "No space left on device")
-        return OwnMapping(num_bytes)
+        return OwnMapping(num_bytes, of_all)
 
     monkeypatch.setattr(mapped_module, "OwnMapping", refuse_once)
     with caplog.at_level(logging.INFO, "stretto"):

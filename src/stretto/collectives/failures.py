@@ -126,9 +126,9 @@ class Failures:
                 self._communicator.end(run, as_error(failed))
 
     def _doom_of_round(self, part_of: Name | None) -> StrettoError | None:
-        """Why this round, or a later one of its channel, has failed, if it has."""
+        """Why this round has failed, if it has. Other ranks may still be in the one before, which has not."""
         failed = None if part_of is None else self._failed_rounds.get(part_of[0])
-        return None if failed is None or part_of is None or is_later(part_of[1], failed.sequence) else as_error(failed)
+        return None if failed is None or part_of is None or part_of[1] != failed.sequence else as_error(failed)
 
     # -- heard from others --------------------------------------------------------------------------------------------
 

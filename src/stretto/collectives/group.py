@@ -14,10 +14,11 @@ Laws:
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -83,7 +84,7 @@ class Group:
         return Group(self.endpoint, members, 0 if len(members) == 1 else self.endpoint.meet(members, num_channels))
 
     def _chosen(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        places = list(ranks)
+        places: list[Any] = [_as_int(place) for place in ranks]
         wrong = [place for place in places if not isinstance(place, int) or not 0 <= place < self.size]
         if wrong or not places:
             raise ConfigurationError(
@@ -140,6 +141,7 @@ class Group:
         ready: Callable[[], bool] | None = None,
         label: str = "",
         message_codec: MessageCodec | None = None,
+        part_of: Name | None = None,
     ) -> Pending:
         """Begin a collective on flat host memory; it must not be touched until the result is waited for.
 
@@ -147,6 +149,7 @@ class Group:
         Whoever has a channel of its own says which thread uses it: `whereabouts.claim`.
         `label` is compared between members, and shown when they disagree.
         `ready` says when the memory holds what is to be sent, if it does not yet (a copy from a GPU is under way).
+        `part_of`: the round of the whole job that it belongs to, and fails with (`failures.py`).
         `message_codec` encodes every message of an all-reduce (`stretto.collectives.message_codec`).
         """
         plan = catalogue.plan(kind, algorithm, self.rank, self.size, root=root, group=self.workers_per_host)
@@ -155,7 +158,8 @@ class Group:
         segment = segment_bytes or self.segment_bytes
         members = None if self.is_world else self.ranks
         request = Request(
-            plan, flat, op, *name, segment, label, message_codec, members, self._among, self.generation, self.part_of
+            plan, flat, op, *name, segment, label, message_codec, members, self._among, self.generation,
+            part_of or self.part_of,
         )  # fmt: skip
         return communication.start(request, ready)
 
@@ -242,3 +246,10 @@ def _then(before: Callable[[], None] | None, result: Callable[[], T]) -> Callabl
         return result()
 
     return both
+
+
+def _as_int(place: Any) -> int | str:
+    """A rank may be any whole number (NumPy has its own), but not True or False; what is none is given back, to be refused."""
+    if isinstance(place, bool) or not hasattr(place, "__index__"):
+        return str(place)
+    return operator.index(place)

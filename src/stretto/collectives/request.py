@@ -18,6 +18,7 @@ from stretto.collectives.schedule import check_length
 from stretto.errors import ConfigurationError, StrettoError
 
 DEFAULT_SEGMENT_BYTES: Final = 2 << 20
+ROOTED: Final = (Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Request:
         what = f"{plan.kind.value}({dtype_name(self.tensor.dtype)}[{self.tensor.numel()}]"
         if plan.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
             what += f", op={self.op}"
-        if plan.kind in (Kind.REDUCE, Kind.BROADCAST):
+        if plan.kind in ROOTED:
             what += f", root={plan.root}"
         if self.message_codec is not None:
             what += f", message_codec={self.message_codec!r}"

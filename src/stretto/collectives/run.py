@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from stretto.collectives.messages import ProgressReport
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import dtype_code
-from stretto.collectives.request import Pending, Request
+from stretto.collectives.request import ROOTED, Pending, Request
 from stretto.collectives.schedule import Action, Schedule, Task, compile_encoded, compile_plan
 from stretto.errors import FrameError, MalformedPayload, WireError
 from stretto.wire.base import Consume, Handle, Tag
@@ -25,7 +25,6 @@ EAGER_BYTES: Final = 64 << 10  # up to this many bytes a collective is sent with
 PLAIN_BYTES: Final = DTYPE_CODES["bytes"]
 
 OnDone = Callable[[Handle], None]
-ROOTED: Final = (Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER)
 Members = tuple[int, ...] | None
 
 

@@ -3,7 +3,9 @@
     {"compress": text of what it belongs to, "rank", "world_size", "rounds", "own": {parameter: {kind: tensor}}, "shared": {...}}
 
 A `state_dict` is one worker's. Loaded by another one, or by a job of another size, `own` is left out with a warning: the residual
-of one worker given to all would be said P times. `stretto.save` and `load` keep everybody's.
+of one worker given to all would be said P times. `stretto.save` and `load` keep everybody's. Where it depends on the placement of
+workers which of them keeps what (`Training.placement`), nothing is put into the `state_dict`: only all of it together means
+something.
 """
 
 from __future__ import annotations

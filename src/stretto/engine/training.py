@@ -107,6 +107,7 @@ class Training(ABC, Generic[B]):
     engaged: bool = True  # otherwise there is nothing to do, and no hook is set: the plain loop
     no_second_mean: str | None = None  # the answer that does not allow adding to a mean that no step has used, if there is one
     state_text: str | None = None  # what its state belongs to, so that none of another kind is taken; None: it never has one
+    placement: str = ""  # what else decides which worker keeps what of its own: state of another one goes through `shared_out`
     no_join: str | None = None  # why workers cannot run out of data at different times, if so
 
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:

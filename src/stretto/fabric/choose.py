@@ -18,21 +18,36 @@ from stretto.launching.membership import Peer
 log = logging.getLogger("stretto")
 
 
-def choose_fabric(group: Group, peers: Sequence[Peer], areas: Sequence[Area], *, mapped: bool = True) -> Fabric:
-    """For these vectors. All members call it together, and all get the same kind. `mapped`: try mapped memory at all.
+def choose_fabric(
+    group: Group, peers: Sequence[Peer], areas: Sequence[Area], *, mapped: bool = True, former: Fabric | None = None
+) -> Fabric:
+    """For these vectors. All members call it together, and all get the same kind. `mapped`: try mapped memory at all. `former`:
+    what was chosen for other vectors before, and is used on if it can be.
 
     The first member says in the log what was chosen, and why."""
+    if former is not None and _can_go_on(former, areas):
+        return former
     if group.size == 1:
         return _prepared(ByWire(group), areas)
     members = [peers[rank] for rank in group.ranks]
     fabric: Fabric | None = None
     why = "asked for"
-    if mapped:
+    if former is not None:
+        why = "there is too little memory for the new vectors"
+    elif mapped:
         fabric, why = _try_mapped(group, members, areas)
     fabric = fabric or _prepared(ByWire(group), areas)
     if group.rank == 0:
         log.info("the %d workers of a host (ranks %s) combine through %s: %s", group.size, list(group.ranks), fabric.name, why)
     return fabric
+
+
+def _can_go_on(former: Fabric, areas: Sequence[Area]) -> bool:
+    try:
+        former.prepare(areas)
+        return True
+    except CannotMap:
+        return False
 
 
 def _try_mapped(group: Group, members: Sequence[Peer], areas: Sequence[Area]) -> tuple[Fabric | None, str]:

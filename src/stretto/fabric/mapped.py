@@ -54,6 +54,7 @@ class MappedFabric(Fabric):
 
     def prepare(self, areas: Sequence[Area]) -> None:
         self._areas = areas
+        self._given, self._made = [], []  # what there was is free before the new is made
         memory = _map_everybody(self._group, [_num_bytes(areas, member, self._group.size) for member in range(self._group.size)])
         cut = [_cut(bytes_, areas, member, self._group.size) for member, bytes_ in enumerate(memory)]
         self._given = [given for given, _ in cut]
@@ -131,7 +132,7 @@ def _view(memory: Tensor, begin: int, count: int, dtype: torch.dtype) -> Tensor:
 
 def _map_everybody(group: Group, num_bytes: Sequence[int]) -> list[Tensor]:
     """Each member's memory, by rank in the group. All members succeed, or all raise `CannotMap` with what went wrong first."""
-    mine, problem = _make(num_bytes[group.rank])
+    mine, problem = _make(num_bytes[group.rank], sum(num_bytes))
     offers = gather_object(group, None if mine is None else msgspec.to_builtins(mine.offer))
     memory: list[Tensor] = []
     if mine is not None and None not in offers:  # else the member that has none says why
@@ -149,9 +150,9 @@ def _map_everybody(group: Group, num_bytes: Sequence[int]) -> list[Tensor]:
     return memory
 
 
-def _make(num_bytes: int) -> tuple[OwnMapping | None, str]:
+def _make(num_bytes: int, of_all: int) -> tuple[OwnMapping | None, str]:
     try:
-        return OwnMapping(num_bytes), ""
+        return OwnMapping(num_bytes, of_all), ""
     except OSError as error:
         return None, f"{num_bytes} bytes of its own: {error}"
 

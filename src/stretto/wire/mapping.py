@@ -2,7 +2,7 @@
 
 A worker makes one anonymous file (`memfd_create`), allocated in full, and tells the others where it is: `/proc/PID/fd/N`, which
 means the same process only within one PID namespace, its size, and a random cookie that lies at its beginning. They open it,
-check owner, mode, size and cookie, and map it for reading. It has no name, so nothing is left on the machine whatever happens to
+check owner, mode, size and cookie, and map it to read it. It has no name, so nothing is left on the machine whatever happens to
 the processes, and it does not count against the size of /dev/shm, of which containers have little.
 
 A mapping outlives the process that made the file: what a killed worker has written stays readable until the last mapping is
@@ -39,11 +39,14 @@ class MappingOffer(msgspec.Struct, frozen=True):
 
 
 class OwnMapping:
-    """Memory that this worker writes. Raises OSError where the system gives none."""
+    """Memory that this worker writes. Raises OSError where the system gives none.
 
-    def __init__(self, num_bytes: int) -> None:
+    `of_all`: what the workers of this host make together, at this moment.
+    """
+
+    def __init__(self, num_bytes: int, of_all: int = 0) -> None:
         size = COOKIE_BYTES + num_bytes
-        _refuse_too_much(size)
+        _refuse_too_much(max(size, of_all))
         self._descriptor = os.memfd_create("stretto", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(self._descriptor, 0o600)
@@ -59,7 +62,8 @@ class OwnMapping:
         self.bytes = _behind_cookie(self._map)
 
     def close_file(self) -> None:
-        """All others have mapped it, or will not: nobody needs to open it any more. The memory stays."""
+        """All others have mapped it, or will not: nobody finds the file under that number any more. The memory stays, and with it
+        the duplicate of the descriptor that Python's mmap keeps."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -105,7 +109,9 @@ def _free_bytes() -> int:
     free = [1024 * int(kilobytes) for kilobytes in re.findall(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)]
     with contextlib.suppress(OSError, ValueError):  # "max", or none of it is to be seen here
         group = Path("/sys/fs/cgroup")
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        cache = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        used = int((group / "memory.current").read_text()) - (int(cache[1]) if cache else 0)  # that is given up when needed
+        free.append(int((group / "memory.max").read_text()) - used)
     return max(0, min(free, default=0))
 
 

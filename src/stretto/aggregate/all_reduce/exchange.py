@@ -11,7 +11,8 @@ Workers then need no common order among buckets. From a GPU, payloads go through
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,6 +46,34 @@ class Mean:
 
 
 Steps = Generator[Collective | Mean, Tensor, None]
+
+
+def side_by_side(exchanges: Iterable[UnderWay]) -> UnderWay:
+    """Several exchanges as one: while one waits for its collective, the others go on. Ends when all have ended; if one fails,
+    when the collectives that were under way have ended too, for their memory is not free before."""
+    waiting: deque[tuple[UnderWay, Pending]] = deque()
+    failure: Exception | None = None
+    for exchange in exchanges:
+        try:
+            waiting += [(exchange, pending) for pending in (next(exchange, None),) if pending is not None]
+        except Exception as error:
+            failure = error
+            break
+    while waiting:
+        exchange, pending = waiting.popleft()
+        try:
+            if not pending.done:
+                yield pending
+            elif pending.error is not None:
+                raise pending.error
+            following = next(exchange, None) if failure is None else None
+        except Exception as error:
+            failure = failure or error
+            continue
+        if following is not None:
+            waiting.append((exchange, following))
+    if failure is not None:
+        raise failure
 
 
 class DirectExchange:

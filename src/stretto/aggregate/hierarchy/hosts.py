@@ -22,6 +22,8 @@ class Hosts:
         mine = ranks[job.peers[job.rank].host]
         place = mine.index(job.rank)
         self.num_hosts = len(ranks)
+        names = list(ranks)
+        self.numbers = [names.index(peer.host) for peer in job.peers]  # of each worker's host, in the order of their first ranks
         self.num_speakers = min(map(len, ranks.values()))
         self.are_even = {len(each) for each in ranks.values()} == {self.num_speakers}
         speaks = place < self.num_speakers

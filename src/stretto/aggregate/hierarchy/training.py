@@ -4,8 +4,8 @@ A bucket's exchange has three parts: the workers of a host sum it up, each its s
 with those of the workers in the same place on the other hosts, compressed if the strategy says so; and the workers of a host give
 each other what came of it. Everything else (rounds, notes, late gradients, failures) is that of synchronous all-reduce.
 
-What is not compressed is shared out in equal parts. What is compressed belongs to one worker of each host as a whole, parameter
-by parameter: codecs keep residuals and matrices by parameter, and work on whole ones. Which worker that is depends on the
+What is not compressed is shared out in equal parts, in pieces of a few megabytes. What is compressed belongs to one worker of
+each host as a whole, parameter by parameter: codecs keep residuals and matrices by parameter, and work on whole ones. Which worker that is depends on the
 parameters of the model alone, shared out evenly by bytes, and does not change when others are frozen or added.
 
 Codecs give the mean over those that take part in an exchange. So with h hosts and P workers, what is to be compressed is scaled
@@ -17,7 +17,10 @@ A residual belongs to a host, not to a worker: a worker that has run out of data
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +30,13 @@ from torch.optim import Optimizer
 from stretto.aggregate.all_reduce import compression_state
 from stretto.aggregate.all_reduce.admission import check_compression, check_payloads
 from stretto.aggregate.all_reduce.bucket import ReducedBucket, make_buckets
-from stretto.aggregate.all_reduce.exchange import Steps, UnderWay
+from stretto.aggregate.all_reduce.exchange import MOST, Steps, UnderWay, side_by_side
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.hierarchy.hosts import Hosts
 from stretto.aggregate.hierarchy.value import Hierarchy
 from stretto.collectives.group import Group
+from stretto.collectives.plan import Kind
+from stretto.collectives.request import Pending
 from stretto.compress.rounds import ExchangeContext, Sum
 from stretto.compress.state import CompressionState
 from stretto.engine.training import Named, Participation, Setting, TensorsByName, TrainingState
@@ -42,6 +47,7 @@ from stretto.job import Job
 if TYPE_CHECKING:
     from stretto.strategy import Strategy
 
+PIECE_BYTES = 4 << 20  # of the sizes tried (2 to 25 MiB, two hosts of two workers, 1 Gbit/s) the largest that costs nothing
 OWN, SHARED = "own ", "shared "  # in front of the kinds of a saved state
 
 
@@ -52,6 +58,9 @@ class SynchronousHierarchy(SynchronousAllReduce):
         self._hosts = Hosts(job)
         self._owners: dict[str, int] = {}  # parameter -> the place on each host of the worker that speaks for it
         self._fabric: Fabric | None = None
+        self._pieces: dict[ReducedBucket, list[tuple[int, Area]]] = {}
+        self._first_area: dict[ReducedBucket, int] = {}
+        self._meeting: Pending | None = None  # of all workers, in the round under way
         super().__init__(strategy, job, setting)
         if self.state_text is not None:
             self.state_text += " between hosts"
@@ -79,9 +88,14 @@ class SynchronousHierarchy(SynchronousAllReduce):
 
     def arrange(self, dense: Sequence[Named], sparse: Sequence[Named]) -> Sequence[ReducedBucket]:
         buckets = super().arrange(dense, sparse)
-        if self.engaged:
+        self.placement = f"hosts {self._hosts.numbers}, owners {zlib.crc32(repr(sorted(self._owners.items())).encode()):08x}"
+        if self.engaged and self._job.world_size > 1:
+            self._broadcast(f" to arrange them{self._label}", torch.zeros(1, device="cpu"))  # all have the same, or find out
             mapped = _hierarchy_of(self._strategy).inner.algorithm != "ring"
-            self._fabric = choose_fabric(self._hosts.within, self._job.peers, list(map(self._area, buckets)), mapped=mapped)
+            self._pieces = {bucket: self._cut(bucket) for bucket in buckets}
+            self._first_area = dict(zip(buckets, accumulate([0, *map(len, self._pieces.values())]), strict=False))
+            areas = [area for pieces in self._pieces.values() for _, area in pieces]
+            self._fabric = choose_fabric(self._hosts.within, self._job.peers, areas, mapped=mapped, former=self._fabric)
             self._channels |= self._fabric.channels
         return buckets
 
@@ -114,17 +128,39 @@ class SynchronousHierarchy(SynchronousAllReduce):
             return None
         return self._owners[bucket.names[0]] if bucket.names else 0
 
-    def _area(self, bucket: ReducedBucket) -> Area:
-        if bucket.state is None:
-            return Area(len(bucket.on_wire), bucket.on_wire.dtype, self._owner(bucket))
-        return Area(bucket.num_gradient_elements, torch.float32, self._owner(bucket))
+    def _cut(self, bucket: ReducedBucket) -> list[tuple[int, Area]]:
+        """The pieces of a bucket that go their ways side by side, so that one is added up while another is on the network: where
+        each begins, and how it is shared out. What is compressed stays in one piece."""
+        if bucket.state is not None:
+            return [(0, Area(bucket.num_gradient_elements, torch.float32, self._owner(bucket)))]
+        count, dtype = len(bucket.on_wire), bucket.on_wire.dtype
+        most = max(PIECE_BYTES // dtype.itemsize, -(-count // MOST))
+        return [(begin, Area(min(most, count - begin), dtype, self._owner(bucket))) for begin in range(0, max(1, count), most)]
 
     def _is_mine(self, bucket: ReducedBucket) -> bool:
         return self._owner(bucket) == self._hosts.within.rank
 
     def _begin(self, bucket: ReducedBucket, under_way: UnderWay) -> None:
-        self._hosts.within.part_of = self._hosts.across.part_of = (self._setting.channel, self._round & 0xFFFFFFFF)
+        if self._meeting is None and self._job.world_size > 1:
+            self._begin_round()
         super()._begin(bucket, under_way)
+
+    def _begin_round(self) -> None:
+        """All workers meet, while they exchange. Groups alone would not find out that a worker of another one is elsewhere: in
+        another round, with other parameters, or in another collective."""
+        channel, nothing = self._setting.channel, torch.empty(0, dtype=torch.uint8, device="cpu")
+        this_round, name = (channel, self._round & 0xFFFFFFFF), (channel, self._sequence & 0xFFFFFFFF)
+        self._hosts.within.part_of = self._hosts.across.part_of = this_round
+        meet = partial(self._job.world.start, Kind.BARRIER, nothing, "dissemination")
+        self._meeting = meet(name=name, label=self._label, part_of=this_round)
+
+    def _receive(self) -> None:
+        try:
+            super()._receive()
+            if self._meeting is not None:
+                self._meeting.wait()
+        finally:
+            self._meeting = None
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
@@ -135,17 +171,28 @@ class SynchronousHierarchy(SynchronousAllReduce):
 
     def _combine(self, bucket: ReducedBucket, values: Tensor, number: int, label: str) -> UnderWay:
         fabric, notes = self._fabric, bucket.notes_on_host and values is bucket.on_wire
-        assert fabric is not None
+        if fabric is None:  # a job of one
+            yield from self._driver.drive(self._steps(bucket, values), number, label)
+            return
         if notes:
             values[-len(bucket.tail) :].copy_(bucket.tail)
-        scale = 1.0 if bucket.state is None else self._hosts.num_hosts / self._job.world_size
-        yield from fabric.sum(bucket.number, values, scale, number, label)
-        start, stop = self._area(bucket).share(self._hosts.within.rank, self._hosts.within.size)
-        if start < stop:
-            yield from self._driver.drive(self._steps(bucket, values[start:stop]), number, label)
-        yield from fabric.share(bucket.number, values, number, label)
+        yield from side_by_side(
+            self._combine_piece(fabric, bucket, values[begin : begin + area.num_elements], area, piece, number, label)
+            for piece, (begin, area) in enumerate(self._pieces[bucket])
+        )
         if notes:
             bucket.tail.copy_(values[-len(bucket.tail) :])
+
+    def _combine_piece(
+        self, fabric: Fabric, bucket: ReducedBucket, values: Tensor, area: Area, piece: int, number: int, label: str
+    ) -> UnderWay:
+        place, number = self._first_area[bucket] + piece, number + piece
+        scale = 1.0 if bucket.state is None else self._hosts.num_hosts / self._job.world_size
+        yield from fabric.sum(place, values, scale, number, label)
+        start, stop = area.share(self._hosts.within.rank, self._hosts.within.size)
+        if start < stop:
+            yield from self._driver.drive(self._steps(bucket, values[start:stop]), number, label)
+        yield from fabric.share(place, values, number, label)
 
     def _steps(self, bucket: ReducedBucket, share: Tensor) -> Steps:
         """Between hosts: the mean over all workers, of their sum over each host."""
