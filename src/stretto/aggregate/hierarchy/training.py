@@ -5,8 +5,9 @@ with those of the workers in the same place on the other hosts, compressed if th
 each other what came of it. Everything else (rounds, notes, late gradients, failures) is that of synchronous all-reduce.
 
 What is not compressed is shared out in equal parts, in pieces of a few megabytes. What is compressed belongs to one worker of
-each host as a whole, parameter by parameter: codecs keep residuals and matrices by parameter, and work on whole ones. Which worker that is depends on the
-parameters of the model alone, shared out evenly by bytes, and does not change when others are frozen or added.
+each host as a whole, parameter by parameter: codecs keep residuals and matrices by parameter, and work on whole ones. Which
+worker that is depends on the parameters of the model alone, shared out evenly by bytes, and does not change when others are
+frozen or added.
 
 Codecs give the mean over those that take part in an exchange. So with h hosts and P workers, what is to be compressed is scaled
 by h / P before a host adds it up: the mean over hosts is then the mean over all workers, also where hosts have different numbers
