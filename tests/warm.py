@@ -189,7 +189,7 @@ def close_as_exec_does() -> None:
                 os.close(int(name))
 
 
-class KeeperProcess(subprocess.Popen[bytes]):
+class SupervisorProcess(subprocess.Popen[bytes]):
     """`Popen([python, -I, -S, supervisor.py, ...])`, by a fork."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *more: Any) -> None:
@@ -213,4 +213,4 @@ class Subprocess:
 
     DEVNULL = subprocess.DEVNULL
     TimeoutExpired = subprocess.TimeoutExpired
-    Popen = KeeperProcess
+    Popen = SupervisorProcess

@@ -293,7 +293,7 @@ def test_a_killed_launcher_leaves_nobody_behind(start: Start, tmp_path: Path) ->
     wait_until_dead(everybody)
 
 
-def test_a_killed_keeper_takes_the_workers_and_their_children_along(start: Start, tmp_path: Path) -> None:
+def test_a_killed_supervisor_takes_the_workers_and_their_children_along(start: Start, tmp_path: Path) -> None:
     launcher = start("mark(f'parent{rank}', os.getppid()); have_children(); time.sleep(600)", "-n", "2")
     everybody = pids(tmp_path, 2)
     supervisor = int((tmp_path / "parent0").read_text())

@@ -108,6 +108,16 @@ def test_a_closure_can_be_forked() -> None:
     assert launch(add, 2, 2, timeout_s=WAIT_S, start_method="fork") == [42, 43]
 
 
+def test_a_forked_worker_can_launch_workers_of_its_own() -> None:
+    def inner() -> int:
+        return 10 * int(os.environ["WORLD_SIZE"]) + int(os.environ["RANK"])
+
+    def outer() -> list[int]:
+        return launch(inner, 2, timeout_s=WAIT_S, start_method="fork")
+
+    assert launch(outer, 1, timeout_s=WAIT_S, start_method="fork") == [[20, 21]]
+
+
 @pytest.mark.parametrize("n", [0, -1, True, "2"])
 def test_a_number_of_workers_that_cannot_work_is_refused(n: int) -> None:
     with pytest.raises(ConfigurationError, match="number of workers"):

@@ -191,6 +191,8 @@ def test_whoever_waits_when_the_thread_stops_gets_an_error_and_so_does_who_comes
             with pytest.raises(StrettoError, match="the job was shut down"):
                 future.result(DEADLINE_S)
         assert queued.done()
+        too_late = loop.start(Recorder(), CHANNEL + 3)
+        assert "the job was shut down" in str(too_late.error)
 
 
 def test_a_call_runs_in_the_loops_thread_and_its_exception_is_the_callers() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -261,6 +262,16 @@ def test_on_a_reliable_network_everything_comes_once_and_in_order() -> None:
     network = pair(link, [Cut(("b",), at_s=5.0, for_s=4.0), Pause("a", at_s=12.0, for_s=3.0)], reliable=True)
     receiver = run_pair(network, count=40, until_s=1000)
     assert receiver.numbers == list(range(1, 41)) and network.fired["loss"] > 5
+
+
+def test_on_a_reliable_network_nothing_overtakes_what_overlapping_cuts_hold_back() -> None:
+    network = pair(faults=[Cut(("b",), at_s=2.0, for_s=8.0), Cut(("a",), at_s=5.0, for_s=8.0)], reliable=True)
+    assert run_pair(network, count=20).numbers == list(range(1, 21))
+
+
+def test_what_a_cut_that_never_heals_holds_back_does_not_keep_a_run_from_ending() -> None:
+    network = pair(faults=[Cut(("b",), at_s=2.0)], reliable=True)
+    assert run_pair(network, count=3, until_s=math.inf).numbers == [1]
 
 
 def test_a_reliable_network_neither_doubles_nor_reorders() -> None:

@@ -41,7 +41,7 @@ _HOSTS_FILE = Path("/etc/hosts")
 _FIRST_REQUEST_S = 10.0
 
 
-class Supervisor:
+class LabSupervisor:
     """Process 1. `serve` returns when the lab is over."""
 
     def __init__(self, control: socket.socket, listener: socket.socket, maker: int, directory: Path) -> None:
@@ -274,7 +274,7 @@ def main() -> None:
         os.waitpid(child, 0)
         return
     namespaces.die_with_parent(signal.SIGKILL)
-    Supervisor(control, listener, maker, arguments.directory).serve()
+    LabSupervisor(control, listener, maker, arguments.directory).serve()
 
 
 if __name__ == "__main__":

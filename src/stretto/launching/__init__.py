@@ -2,9 +2,10 @@
 
     detect         the environment of this process -> Launch: my rank, how many we are, where the rendezvous is
     rendezvous     under torchrun, Slurm and MPI: rank 0 starts the coordinator, all learn its address and the secret
-    introduce      worker side of the introduction: Launch + my address -> the table of all peers
+    introduce      worker side of the introduction: Launch + my address -> the table of all peers; greeting finds out which
+                   program listens where no coordinator answers
     coordinator    the process that introduces workers; membership is its protocol, a `protocol.machine.Machine`;
-                   coordinator_process is how others start it
+                   coordinator_process is how others start it, ended how launchers tell it whose process is gone
     secret, zap    one secret per job, the keys made from it, and the handler that refuses whoever does not know it;
                    refusals tells who was turned away, doorstep bounds how many may try at once, monitor reads ZeroMQ's
                    reports about both

@@ -2,7 +2,7 @@
 
 A worker that ends without having called `stretto.init()` is missing to all that call it. The launcher does not know who has
 called it, and the coordinator does not know who has ended; so the one tells the other, which fails the job if somebody waits
-(`Membership.ended`). It is told when workers have ended and others still run `GRACE_S` later, so that a job whose workers end
+(`membership.Ended`). It is told when workers have ended and others still run `GRACE_S` later, so that a job whose workers end
 together says nothing; and by the launchers of other nodes than the coordinator's also at their end.
 
 Telling takes a thread, at most two seconds, and is not repeated: where no coordinator listens yet (node 0 is started later)

@@ -150,7 +150,7 @@ class _NodeJob:
         self.ended_workers = EndedWorkers()
         self.rendezvous: tuple[str, int] | None = None  # once it is known
         self.stop: _Stop | None = None
-        self.keeper_gone = False
+        self.supervisor_gone = False
         self.closed = False
         self.screen.start()
 
@@ -195,7 +195,7 @@ class _NodeJob:
         rendezvous = self._start_coordinator(bind) if bind is not None else self.plan.rendezvous
         if rendezvous is not None and self.stop is None:
             self._start_workers(rendezvous)
-            while self.alive and not self.keeper_gone:
+            while self.alive and not self.supervisor_gone:
                 self._turn()
         return self._finish()
 
@@ -319,7 +319,7 @@ class _NodeJob:
     def _hear_reports(self) -> None:
         reports = self.processes.read()
         if reports is None:
-            self.keeper_gone = True
+            self.supervisor_gone = True
             return
         for report in reports:
             self.pids[report.name] = report.pid
@@ -409,14 +409,14 @@ class _NodeJob:
         self.processes.signal(signal.SIGTERM, [COORDINATOR])  # if it has not gone by itself
         self.processes.finish()
         deadline = time.monotonic() + CLOSE_S
-        while not self.keeper_gone and time.monotonic() < deadline:
+        while not self.supervisor_gone and time.monotonic() < deadline:
             self._turn(until=deadline)
         for name in self.pipes:
             self._drain(name)
         for stream in self.streams.values():
             self.screen.write(stream.target, stream.lines.close())
         if self.alive:
-            raise JobError(self._keeper_problem())
+            raise JobError(self._supervisor_problem())
         if self.stop is not None and self.stop.exit_code is not None:
             return self.stop.exit_code
         if not self.failures:
@@ -440,9 +440,9 @@ class _NodeJob:
         self._say(failure_block(self.blamed, world_size, num_stopped))
         return self.blamed.exit_code
 
-    def _keeper_problem(self) -> str:
+    def _supervisor_problem(self) -> str:
         return (
-            f"The process that keeps the workers (pid {self.processes.keeper_pid}) ended while ranks "
+            f"The process that keeps the workers (pid {self.processes.supervisor_pid}) ended while ranks "
             f"{', '.join(sorted(self.alive, key=int))} were running; the kernel has killed them with it.\n"
             f"If nobody killed it, the system ran out of memory: see dmesg, and start fewer workers."
         )

@@ -47,7 +47,7 @@ class Processes:
     children: Sequence[int]
     reports: int = field(init=False)
     _commands: int = field(init=False)
-    _keeper: subprocess.Popen[bytes] = field(init=False)
+    _supervisor: subprocess.Popen[bytes] = field(init=False)
     _unread: bytes = field(init=False, default=b"")
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Processes:
         self.reports, reports_write = os.pipe()
         os.set_blocking(self.reports, False)
         inherited = [commands_read, reports_write, *self.children]
-        self._keeper = subprocess.Popen(
+        self._supervisor = subprocess.Popen(
             [sys.executable, "-I", "-S", str(SUPERVISOR), *map(str, inherited)],
             pass_fds=inherited,
             stdin=subprocess.DEVNULL,
@@ -65,8 +65,8 @@ class Processes:
             os.close(descriptor)
 
     @property
-    def keeper_pid(self) -> int:
-        return self._keeper.pid
+    def supervisor_pid(self) -> int:
+        return self._supervisor.pid
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], pipes: Pipes, keep: Sequence[int] = ()) -> None:
         self._command(do="start", name=name, argv=list(argv), env=dict(env), stdio=pipes.child, keep=list(keep))
@@ -96,10 +96,10 @@ class Processes:
         """Close the command pipe, which ends the supervisor and with it everything, and wait for that."""
         os.close(self._commands)
         try:
-            self._keeper.wait(timeout_s)
+            self._supervisor.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()  # the workers' parent-death signal takes them along
-            self._keeper.wait()
+            self._supervisor.kill()  # the workers' parent-death signal takes them along
+            self._supervisor.wait()
         os.close(self.reports)
 
     def _command(self, **command: object) -> None:

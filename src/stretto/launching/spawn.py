@@ -70,6 +70,15 @@ NO_BACKWARD_IN_A_FORK = (
 _environment_lock = threading.Lock()  # two launches from two threads must not see each other's variables
 
 
+def _make_environment_lock_anew() -> None:
+    """A worker is forked while its launch holds the lock, and nobody in the worker would ever release that copy."""
+    global _environment_lock
+    _environment_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_make_environment_lock_anew)
+
+
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     """How one worker ended: `ok` with its result, or the reason why not, with the traceback if it could still speak."""

@@ -100,6 +100,8 @@ class Loop:
                 f"Give every machine a channel of its own, the same on all ranks."
             )
         self.call(lambda: self._begin(running, credit_bytes))
+        if self._closed is not None:  # `close` may not have seen it
+            running.error = self._closed
         return running
 
     def call(self, action: Callable[[], T]) -> Future[T]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ class VirtualNetwork:
         self._interfaces = Interfaces()
         self._newest: dict[tuple[NodeName, NodeName], int] = {}  # number of the last message that arrived
         self._not_before: dict[tuple[NodeName, NodeName], float] = {}  # on a reliable network, when the next may arrive
+        self._arrived: dict[tuple[NodeName, NodeName], deque[_Packet]] = {}  # on a reliable network, what a cut holds back
         self._by_count = [fault for fault in faults if fault.at_event is not None]
         for fault in faults:
             if fault.at_s is not None:
@@ -223,14 +225,38 @@ class VirtualNetwork:
         self.at(self._interfaces.reach(self.now, packet.target.name, seconds), lambda: self._arrive(packet))
 
     def _arrive(self, packet: _Packet) -> None:
-        source, target = packet.source, packet.target
-        if self._nodes[target.name] is not target or self._nodes.get(source) is not packet.sender:
-            return  # of a former life, or for one
-        if self._is_cut(source, target.name):
-            if self._reliable:
-                healed = max(end for cut, end in self._cuts if cut.separates(source, target.name))
-                self.at(healed, lambda: self._arrive(packet))
+        pair = (packet.source, packet.target.name)
+        if self._is_of_former_life(packet):
             return
+        if not self._reliable:
+            if not self._is_cut(*pair):
+                self._hand_over(packet)
+            return
+        arrived = self._arrived.setdefault(pair, deque())
+        arrived.append(packet)
+        if len(arrived) == 1:
+            self._release(pair)
+
+    def _release(self, pair: tuple[NodeName, NodeName]) -> None:
+        """Hand over the message that arrived first, once no cut holds it back; those behind it must not overtake it."""
+        if self._is_cut(*pair):
+            healed = max(end for cut, end in self._cuts if cut.separates(*pair))
+            if healed < math.inf:
+                self.at(healed, partial(self._release, pair))
+            return
+        arrived = self._arrived[pair]
+        packet = arrived.popleft()
+        if arrived:
+            self.at(self.now, partial(self._release, pair))
+        if not self._is_of_former_life(packet):
+            self._hand_over(packet)
+
+    def _is_of_former_life(self, packet: _Packet) -> bool:
+        """Its sender or its target has been replaced by a node of the same name since it was sent."""
+        return self._nodes[packet.target.name] is not packet.target or self._nodes.get(packet.source) is not packet.sender
+
+    def _hand_over(self, packet: _Packet) -> None:
+        source, target = packet.source, packet.target
         pair = (source, target.name)
         if packet.number < self._newest.get(pair, 0):
             self._ledger.fired["reorder"] += 1

@@ -23,7 +23,7 @@ from stretto.launching.membership import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Consume, Handle, Listener, LostListener, OnMessage, Tag, ViewListener, Wire
 from stretto.wire.torch_native import NativeCollectives
-from stretto.wire.torch_works import Group, GroupWorks
+from stretto.wire.torch_works import GroupWorks, TorchProcessGroup
 
 TOPIC_NATIVE: Final = 10
 BACKENDS: Final = ("gloo", "nccl")
@@ -71,7 +71,7 @@ def _make_default_group(backend: str, rank: int, world_size: int, store: Store |
 class TorchGroupWire(Wire):
     """See the module's text. `inner` is connected already and belongs to this wire from now on; so does `group`."""
 
-    def __init__(self, inner: Wire, group: Group, *, timeouts: Timeouts | None = None) -> None:
+    def __init__(self, inner: Wire, group: TorchProcessGroup, *, timeouts: Timeouts | None = None) -> None:
         if (group.rank(), group.size()) != (inner.rank, inner.world_size):
             raise ConfigurationError(
                 f"rank {group.rank()} of a group of {group.size()} over a wire that is rank {inner.rank} of {inner.world_size}.\n"

@@ -28,7 +28,7 @@ POISON_NUMBER: Final = (1 << 31) - 1
 log = logging.getLogger("stretto.wire")
 
 
-class Group(Protocol):
+class TorchProcessGroup(Protocol):
     """What is used of a process group: `dist.ProcessGroup`, or a bare backend such as `dist.ProcessGroupGloo`."""
 
     def rank(self) -> int: ...
@@ -44,7 +44,7 @@ OnWork = Callable[[str | None], None]  # told what went wrong, or None
 class GroupWorks:
     """See the module's text."""
 
-    def __init__(self, group: Group, wake: Callable[[], None], limit_s: float) -> None:
+    def __init__(self, group: TorchProcessGroup, wake: Callable[[], None], limit_s: float) -> None:
         self.group = group
         self.backend = _backend_of(group)
         self.broken: str | None = None  # why the group must not be used any more
@@ -119,6 +119,6 @@ class GroupWorks:
                 dist.destroy_process_group(self.group)
 
 
-def _backend_of(group: Group) -> str:
+def _backend_of(group: TorchProcessGroup) -> str:
     name = getattr(group, "name", None)  # a method, of a group and of a bare backend
     return str(name()) if callable(name) else str(name)
