@@ -31,7 +31,7 @@ import msgspec
 from stretto.launching.hosts import host_name, is_loopback, split_address
 from stretto.protocol.machine import Actions, Machine, Node, SendMessage, SetTimer
 
-PROTOCOL = 3  # goes in front of every message; raise it when a message changes its meaning
+PROTOCOL = 4  # goes in front of every message; raise it when a message changes its meaning
 LINGER_S = 30.0  # how long a failed job tells latecomers why
 CHECKER: Final = "checker"
 DOOR: Final = "door"

@@ -28,7 +28,7 @@ import struct
 from typing import Final, NamedTuple
 
 MAGIC: Final = 0x5374
-VERSION: Final = 2
+VERSION: Final = 3
 HEADER: Final = struct.Struct("<HBBIIIIIIBBHIIQ")
 HEADER_BYTES: Final = HEADER.size
 assert HEADER_BYTES == 48
