@@ -218,7 +218,7 @@ class MembersContract:
             for number in range(2):
                 exchange(*members, number=number)  # from now on long messages go through shared memory, where there is some
             me, source, bystander = members
-            left = ([], [retired], 1)
+            left: View = ([], [retired], 1)
 
             def retire(*_: object) -> None:
                 if retired in me.wire.peers:

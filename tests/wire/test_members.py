@@ -123,13 +123,13 @@ def test_who_is_admitted_and_does_not_come_is_lost_at_the_deadline(kind: type[Tc
         assert wires[0].peers == [1] and views == [([], [5], 2)]
 
 
-BUSY: list[tuple[type[TcpWire] | type[ZeroMQWire], dict[str, bool]]] = [
+BUSY: list[tuple[type[TcpWire] | type[ZeroMQWire], dict[str, Any]]] = [
     (TcpWire, {}), (TcpWire, {"write_in_thread": True}), (ZeroMQWire, {}),
 ]  # fmt: skip
 
 
 @contextmanager
-def busy_pair(kind: type[TcpWire] | type[ZeroMQWire], settings: dict[str, bool]) -> Iterator[list[FramedWire]]:
+def busy_pair(kind: type[TcpWire] | type[ZeroMQWire], settings: dict[str, Any]) -> Iterator[list[FramedWire]]:
     """Rank 0 has more to send than the kernel takes, in the middle of a payload; and another one behind it."""
 
     def make(rank: int, size: int) -> FramedWire:
@@ -144,9 +144,7 @@ def busy_pair(kind: type[TcpWire] | type[ZeroMQWire], settings: dict[str, bool])
 
 
 @pytest.mark.parametrize(("kind", "settings"), BUSY)
-def test_who_is_retired_learns_it_behind_what_is_queued(
-    kind: type[TcpWire] | type[ZeroMQWire], settings: dict[str, bool]
-) -> None:
+def test_who_is_retired_learns_it_behind_what_is_queued(kind: type[TcpWire] | type[ZeroMQWire], settings: dict[str, Any]) -> None:
     with busy_pair(kind, settings) as wires:
         members = [Member(wire) for wire in wires]
         wires[0].retire(1, 1)
@@ -159,7 +157,7 @@ def test_who_is_retired_learns_it_behind_what_is_queued(
 
 @pytest.mark.parametrize(("kind", "settings"), BUSY)
 def test_who_leaves_gets_its_farewell_behind_what_is_queued(
-    kind: type[TcpWire] | type[ZeroMQWire], settings: dict[str, bool]
+    kind: type[TcpWire] | type[ZeroMQWire], settings: dict[str, Any]
 ) -> None:
     with busy_pair(kind, settings) as wires:
         leaving = threading.Thread(target=wires[1].close, daemon=True)
