@@ -22,6 +22,7 @@ import pytest
 
 from stretto.errors import ConfigurationError, FrameError, PeerLost, WireTimeout
 from stretto.testing import run_threads, wait_for
+from stretto.wire import mailbox
 from stretto.wire.base import DigestMismatch, Handle, Tag, Wire
 from stretto.wire.serving import MESSAGE_BYTES
 
@@ -463,6 +464,72 @@ class WireContract:
             Meeting(wire)()
 
         self.run(2, program)
+
+    @pytest.mark.parametrize("num_bytes", [1, 100_000])
+    def test_an_exception_of_on_message_leaves_progress_and_nobody_is_blamed(self, num_bytes: int) -> None:
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            got: list[bytes] = []
+
+            def on_message(source: int, header: bytes, payload: memoryview) -> None:
+                got.append(header)
+                if header == b"bad":
+                    raise ValueError("a bug of this side")
+
+            wire.serve(3, on_message, 1 << 20)
+            if wire.rank == 0:
+                wait_for(wire, wire.offer(1, 3, b"bad", memoryview(bytes(num_bytes))))
+            else:
+                with pytest.raises(ValueError, match="a bug of this side"):
+                    progress_until(wire, lambda: False, "the exception")
+            meeting()
+            if wire.rank == 0:
+                wait_for(wire, wire.offer(1, 3, b"good", memoryview(bytes(num_bytes))))
+            else:
+                progress_until(wire, lambda: got == [b"bad", b"good"], "the next message")
+            meeting()
+            assert not wire.lost
+
+        self.run(2, program)
+
+    def test_a_rank_that_nobody_knows_is_refused_at_once(self) -> None:
+        def program(wire: Wire) -> None:
+            for action in (
+                lambda: send(wire, 9, Tag(1, 0, 0), b"x"),
+                lambda: receive(wire, 9, Tag(1, 0, 0), 1),
+                lambda: wire.post(9, 20, b""),
+                lambda: wire.offer(9, 3, b"", memoryview(b"")),
+            ):
+                with pytest.raises(ConfigurationError, match=r"rank 9: the ranks that this wire knows are .* Give one of those"):
+                    action()
+            Meeting(wire)()
+
+        self.run(2, program)
+
+    def test_each_peer_has_its_own_account_of_control_messages_that_nobody_listens_to(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(mailbox, "MAX_UNHEARD_BYTES", 100 * (mailbox.UNHEARD_BYTES + 1))
+
+        def program(wire: Wire) -> None:
+            meeting = Meeting(wire)
+            meeting()
+            for number in range(0 if wire.rank == 0 else 95):  # together more than one may have
+                wire.post(0, 900 + number % 3, b"?")
+            meeting()
+            assert not wire.lost
+            meeting()
+            if wire.rank == 1:
+                for number in range(20):
+                    wire.post(0, 2000 + number, b"?")  # each on a topic of its own
+            if wire.rank == 0:
+                progress_until(wire, lambda: 1 in wire.lost, "the loss")
+                assert re.search("bad frame: too many control messages that nobody listens to", wire.lost[1].reason)
+            if wire.rank != 1:
+                meeting(1)
+                assert 2 - wire.rank not in wire.lost
+
+        self.run(3, program)
 
     def test_another_thread_can_wake_a_blocked_progress(self) -> None:
         def program(wire: Wire) -> None:

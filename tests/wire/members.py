@@ -53,6 +53,12 @@ def in_turns(*members: Member, until: Callable[[], bool], what: str) -> None:
     raise AssertionError(f"{what} did not come about")
 
 
+def turns(number: int, *members: Member) -> None:
+    for _ in range(number):
+        for member in members:
+            member.wire.progress(0.002)
+
+
 def exchange(*members: Member, number: int) -> None:
     """Everybody sends to everybody, posts and offers: it arrives, once, from the right one."""
     handles, arrived = [], {}
@@ -197,11 +203,86 @@ class MembersContract:
             exchange(*members[:2], number=1)
             handles = [receive(members[2].wire, rank, TAG, 1)[0] for rank in (0, 1)]
             in_turns(*members, until=lambda: all(handle.done for handle in handles), what="the end of the retired member's waits")
-            assert all(isinstance(handle.error, PeerLost) for handle in handles)
+            assert all("it retired this worker in generation 1" in str(handle.error) for handle in handles)
+            assert not any(members[2].wire.said_goodbye(rank) for rank in (0, 1))  # the job goes on, without it
             members[2].wire.abandon()
             successor = self.let_in(members[:2], 2, 5)
             exchange(*members[:2], successor, number=2)
             self.close_all([*members[:2], successor])
+
+    @pytest.mark.parametrize("retired", [1, 2], ids=["the source", "another"])
+    @pytest.mark.parametrize("where", ["on_message", "listener", "consume", "on_lost"])
+    def test_a_callback_may_retire_any_member(self, where: str, retired: int) -> None:
+        with self.make_world(3) as wires:
+            members = [Member(wire) for wire in wires]
+            for number in range(2):
+                exchange(*members, number=number)  # from now on long messages go through shared memory, where there is some
+            me, source, bystander = members
+            left: View = ([], [retired], 1)
+
+            def retire(*_: object) -> None:
+                if retired in me.wire.peers:
+                    me.wire.retire(retired, 1)
+
+            long = memoryview(bytes(8 * LONG))
+            if where == "on_message":
+                me.wire.serve(CHANNEL + 1, retire, 1 << 20)
+                source.wire.offer(0, CHANNEL + 1, b"", long)
+            elif where == "listener":
+                me.wire.listen(TOPIC + 2, retire)
+                source.wire.post(0, TOPIC + 2, b"")
+            elif where == "consume":
+                me.wire.recv(1, TAG, long.nbytes, 0, retire)
+                source.wire.send(long, 0, TAG, 0)
+            else:
+                me.wire.on_lost(retire)
+                source.wire.abandon()
+            driven = [me, bystander] if where == "on_lost" else members
+            in_turns(*driven, until=lambda: left in me.views, what="the retirement")
+            turns(10, *driven)
+            assert me.views == [left] and retired not in me.wire.peers
+            if where != "on_lost":
+                exchange(me, members[3 - retired], number=2)
+
+    def test_two_die_together_and_the_first_loss_retires_both(self) -> None:
+        with self.make_world(3) as wires:
+            members = [Member(wire) for wire in wires]
+            exchange(*members, number=0)
+            me = members[0]
+
+            def retire_all(_: PeerLost) -> None:
+                for rank in me.wire.peers:
+                    if rank in me.wire.peers:  # still
+                        me.wire.retire(rank, 1)
+
+            me.wire.on_lost(retire_all)
+            for member in members[1:]:
+                member.wire.abandon()
+            in_turns(me, until=lambda: not me.wire.peers, what="the losses")
+            turns(10, me)
+            assert sorted(me.views) == [([], [1], 1), ([], [2], 1)]
+
+    def test_nothing_is_handed_over_of_a_member_after_a_message_of_its_has_retired_it(self) -> None:
+        with self.make_world(2) as wires:
+            members = [Member(wire) for wire in wires]
+            for number in range(2):
+                exchange(*members, number=number)
+            me, source = members
+            got: list[bytes] = []
+
+            def on_message(rank: int, header: bytes, payload: memoryview) -> None:
+                got.append(header)
+                if rank in me.wire.peers:
+                    me.wire.retire(rank, 1)
+
+            me.wire.serve(CHANNEL + 1, on_message, 1 << 20)
+            turns(5, *members)
+            source.wire.offer(0, CHANNEL + 1, b"long", memoryview(bytes(8 * LONG)))
+            for _ in range(3):
+                source.wire.offer(0, CHANNEL + 1, b"short", memoryview(b""))
+            in_turns(*members, until=lambda: bool(me.views), what="the retirement")
+            turns(10, *members)
+            assert got == [b"long"]
 
     def test_a_successor_takes_the_place_of_a_life_that_nobody_has_missed_yet(self) -> None:
         with self.make_world(2) as wires:

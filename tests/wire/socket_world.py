@@ -314,6 +314,17 @@ def check_overdraft(make: Make, say: Say) -> None:
         assert len(got) == 20 and not wire._serving._inflows
 
 
+def check_numbers(make: Make, say: Say) -> None:
+    """Two messages that say that the same payload is theirs: the second makes their sender lost."""
+    with world_with_a_rogue(make) as wires:
+        wire = wires[0]
+        for channel in (5, 6):
+            wire.serve(channel, lambda source, header, payload: None, 1 << 20)
+            say(wires[ROGUE], 0, post(ROGUE, TOPIC_HEAD, HEAD.pack(channel, 1, 0, 100_000)))
+        progress_until(wire, lambda: ROGUE in wire.lost, "the loss of the rogue")
+        assert "bad frame: payload number 1 a second time" in wire.lost[ROGUE].reason
+
+
 def check_unasked(make: Make, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody asks for is kept up to a limit, and what is asked for does not count against it."""
     monkeypatch.setattr(mailbox, "MAX_PARKED_BYTES", 10_000)

@@ -20,7 +20,7 @@ from stretto.testing.network_model import Link, NetworkModel, Uniform
 from stretto.testing.threads import ThreadsWire, threads_world
 from stretto.testing.virtual import VirtualWire, virtual_world
 from stretto.timeouts import Timeouts
-from stretto.wire.base import Wire
+from stretto.wire.base import Tag, Wire
 from stretto.wire.door import MAX_STRANGERS
 from stretto.wire.framed import FramedWire
 from stretto.wire.frames import FrameKind
@@ -114,7 +114,71 @@ def test_who_is_admitted_and_does_not_come_is_lost_at_the_deadline(kind: type[Tc
         wires[0].on_lost(lost.append)
         wires[0].admit(Peer(5, 5, "here", "{}:{}".format(*idle.getsockname()), 1, generation=1))
         progress_until(wires[0], lambda: bool(lost), "the deadline")
-        assert lost[0].rank == 5 and "did not connect within 0.5 s" in str(lost[0]) and wires[0].peers == [1]
+        assert lost[0].rank == 5 and "did not connect within 0.5 s" in str(lost[0])
+        assert wires[0].peers == [1, 5] and wires[0].lost[5] is lost[0]  # a lost member, as others
+        views: list[View] = []
+        wires[0].on_view(lambda *view: views.append(view))
+        wires[0].cancel(1, 0)
+        wires[0].retire(5, 2)
+        assert wires[0].peers == [1] and views == [([], [5], 2)]
+
+
+BUSY: list[tuple[type[TcpWire] | type[ZeroMQWire], dict[str, Any]]] = [
+    (TcpWire, {}), (TcpWire, {"write_in_thread": True}), (ZeroMQWire, {}),
+]  # fmt: skip
+
+
+@contextmanager
+def busy_pair(kind: type[TcpWire] | type[ZeroMQWire], settings: dict[str, Any]) -> Iterator[list[FramedWire]]:
+    """Rank 0 has more to send than the kernel takes, in the middle of a payload; and another one behind it."""
+
+    def make(rank: int, size: int) -> FramedWire:
+        return kind(rank, size, secret=SECRET, timeouts=QUICK, accept_later=True, shared_memory=False, **settings)
+
+    with wires_of(2, make) as wires:
+        connect_all(wires, [peer_of(wire) for wire in wires])
+        handles = [wires[0].send(memoryview(bytearray(16 << 20)), 1, Tag(1, 0, index), 0) for index in range(2)]
+        assert not any(handle.done for handle in handles)
+        yield wires
+        assert all(handle.done for handle in handles)
+
+
+@pytest.mark.parametrize(("kind", "settings"), BUSY)
+def test_who_is_retired_learns_it_behind_what_is_queued(kind: type[TcpWire] | type[ZeroMQWire], settings: dict[str, Any]) -> None:
+    with busy_pair(kind, settings) as wires:
+        members = [Member(wire) for wire in wires]
+        wires[0].retire(1, 1)
+        in_turns(*members, until=lambda: 0 in wires[1].lost, what="the last word")
+        assert wires[1].lost[0].reason == "it retired this worker in generation 1"
+        if isinstance(leaver := wires[0], TcpWire):
+            assert 1 not in {key[-1] for key in wires[1]._parked}  # at most the payload that had begun has left
+            in_turns(members[0], until=lambda: not leaver._parting, what="the end of the connection")
+
+
+@pytest.mark.parametrize(("kind", "settings"), BUSY)
+def test_who_leaves_gets_its_farewell_behind_what_is_queued(
+    kind: type[TcpWire] | type[ZeroMQWire], settings: dict[str, Any]
+) -> None:
+    with busy_pair(kind, settings) as wires:
+        leaving = threading.Thread(target=wires[1].close, daemon=True)
+        leaving.start()
+        in_turns(Member(wires[0]), until=lambda: not leaving.is_alive(), what="the goodbye")
+        assert wires[0].said_goodbye(1) and not wires[1]._waiting_for_farewell
+
+
+@pytest.mark.parametrize("kind", SOCKET_WIRES)
+def test_shared_memory_towards_members_that_are_gone_can_be_used_again(kind: type[TcpWire] | type[ZeroMQWire]) -> None:
+    contract = OpenTcp() if kind is TcpWire else TestZeroMQLetsMembersComeAndGo()
+    with contract.make_world(2) as wires:
+        members = [Member(wire) for wire in wires]
+        first = wires[0]
+        assert isinstance(first, FramedWire)
+        before = first._allowance.left
+        exchange(*members, number=0)
+        assert first._allowance.left < before
+        members[1].wire.abandon()
+        in_turns(members[0], until=lambda: 1 in first.lost, what="the loss")
+        assert first._allowance.left == before
 
 
 def test_the_open_door_bears_strangers_and_keeps_those_that_nobody_admits_in_bounds() -> None:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ from wire.socket_world import (
     check_gone_before_connecting,
     check_harmless,
     check_mutations,
+    check_numbers,
     check_overdraft,
     check_unasked,
     connect_all,
@@ -88,8 +90,45 @@ def test_a_peer_that_sends_more_than_its_credit_is_lost() -> None:
     check_overdraft(tcp(), say)
 
 
+def test_a_peer_that_announces_a_payload_twice_is_lost() -> None:
+    check_numbers(tcp(), say)
+
+
 def test_a_peer_that_sends_too_much_that_nobody_asked_for_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     check_unasked(tcp(), say, monkeypatch)
+
+
+class DeafPoller:
+    """A poller that sees nothing, so that only what was read ahead is looked at."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+        return []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_what_was_read_ahead_of_a_member_that_a_callback_retires_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with wires_of(3, tcp(shared_memory=False)) as wires:
+        connect_all(wires, [peer_of(wire) for wire in wires])
+        wire, retired = wires[0], list[int]()
+        assert isinstance(wire, TcpWire)
+
+        def retire_the_other(source: int, body: bytes) -> None:
+            if not retired:
+                retired.append(3 - source)
+                wire.retire(3 - source, 1)
+
+        wire.listen(900, retire_the_other)
+        monkeypatch.setattr(wire, "_poller", DeafPoller(wire._poller))
+        for rank in (1, 2):
+            wires[rank].post(0, 900, b"")
+        wire._unfinished = {1, 2}
+        wire.progress(0)
+        assert retired and wire.peers == [3 - retired[0]]
 
 
 @pytest.mark.parametrize("seed", range(10))

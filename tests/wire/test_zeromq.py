@@ -38,6 +38,7 @@ from wire.socket_world import (
     check_gone_before_connecting,
     check_harmless,
     check_mutations,
+    check_numbers,
     check_overdraft,
     check_unasked,
     connect_all,
@@ -87,6 +88,10 @@ def test_what_is_odd_but_harmless_changes_nothing(what: str) -> None:
 
 def test_a_peer_that_sends_more_than_its_credit_is_lost() -> None:
     check_overdraft(zeromq(), say)
+
+
+def test_a_peer_that_announces_a_payload_twice_is_lost() -> None:
+    check_numbers(zeromq(), say)
 
 
 def test_a_peer_that_sends_too_much_that_nobody_asked_for_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

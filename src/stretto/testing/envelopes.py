@@ -134,6 +134,7 @@ class Gone:
 @dataclass(frozen=True, slots=True)
 class Goodbye:
     origin: Life
+    retired_in: int | None = None  # the generation in which the sender has retired the receiver; None: the sender leaves
 
 
 Item = Arrival | Sent | Posted | Introduction | Gone | Goodbye

@@ -17,7 +17,7 @@ from stretto.testing.envelopes import Arrival, BufferChanged, Envelope, Gone, Go
 from stretto.wire.base import Consume, Handle, OnMessage, Tag
 from stretto.wire.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_POST_BYTES
 from stretto.wire.handshake import Life
-from stretto.wire.mailbox import Key, MailboxWire, PostedReceive
+from stretto.wire.mailbox import Key, MailboxWire, PostedReceive, retired_by_it
 
 LEFT = "it left the job"
 
@@ -58,10 +58,6 @@ class InProcessWire(MailboxWire[Envelope]):
     @abstractmethod
     def _transmit_post(self, to: int, posted: Posted) -> None:
         """Bring it to the target's inbox, after everything posted there before."""
-
-    @abstractmethod
-    def _say_goodbye_to(self, rank: int) -> None:
-        """Bring a `Goodbye` to the target's inbox, after everything sent there before."""
 
     @abstractmethod
     def _acknowledge(self, envelope: Envelope) -> None:
@@ -105,7 +101,6 @@ class InProcessWire(MailboxWire[Envelope]):
         into: memoryview | None = None,
     ) -> Handle:
         self._enter()
-        self._check_peer("recv", source)
         return super().recv(source, tag, num_bytes, dtype, consume, on_done, into)
 
     def post(self, to: int, topic: int, body: bytes) -> None:
@@ -128,7 +123,6 @@ class InProcessWire(MailboxWire[Envelope]):
         self, to: int, channel: int, header: bytes, payload: memoryview, on_done: Callable[[Handle], None] | None = None
     ) -> Handle:
         self._enter()
-        self._check_peer("offer", to)
         self._loss_of(to)
         return super().offer(to, channel, header, payload, on_done)
 
@@ -152,10 +146,6 @@ class InProcessWire(MailboxWire[Envelope]):
         self._members.add(rank)
         super()._joined(rank)
 
-    def _part_from(self, rank: int) -> None:
-        self._left.add(rank)
-        self._say_goodbye_to(rank)
-
     def _forget(self, rank: int) -> None:
         self._members.discard(rank)
 
@@ -174,13 +164,6 @@ class InProcessWire(MailboxWire[Envelope]):
             raise WireKilled(self.rank, self._killed)
         if self._closed:
             raise WireError(f"rank {self.rank}'s wire is closed: nothing can be sent or received on it any more. Close it last.")
-
-    def _check_peer(self, verb: str, peer: int) -> None:
-        if peer not in self._lives:
-            raise ConfigurationError(
-                f"{verb} between rank {self.rank} and rank {peer}: the ranks that this world knows are {sorted(self._lives)}. "
-                f"Give one of those, or admit it first."
-            )
 
     def _loss_of(self, peer: int) -> PeerLost | None:
         """Why nothing can be waited for from this peer. Waiting for one that has left is what makes it lost."""
@@ -210,6 +193,8 @@ class InProcessWire(MailboxWire[Envelope]):
                 if origin.generation > admitted:  # else it is of a former life
                     self._early.setdefault(origin, []).append(item)
                 return
+            if origin.rank in self.lost and origin.rank not in self._admitted:
+                return  # as on a network, nothing comes from a peer that is lost
         match item:
             case Arrival(envelope):
                 self._deliver(envelope.key, envelope)
@@ -222,6 +207,8 @@ class InProcessWire(MailboxWire[Envelope]):
                     self._joined(origin.rank)
             case Gone(origin, reason):
                 self._lose(origin.rank, reason)
+            case Goodbye(origin, int(generation)):
+                self._lose(origin.rank, retired_by_it(generation))
             case Goodbye(origin):
                 self._left.add(origin.rank)
                 if self._waits_for(origin.rank):

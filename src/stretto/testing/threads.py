@@ -112,8 +112,9 @@ class ThreadsWire(InProcessWire):
     def _transmit_post(self, to: int, posted: Posted) -> None:
         self._push_to(to, posted)
 
-    def _say_goodbye_to(self, rank: int) -> None:
-        self._push_to(rank, Goodbye(self.life))
+    def _part_from(self, rank: int, generation: int) -> None:
+        self._left.add(rank)
+        self._push_to(rank, Goodbye(self.life, generation))
 
     def _acknowledge(self, envelope: Envelope) -> None:
         if envelope.origin.generation == self._lives[envelope.source]:

@@ -125,8 +125,9 @@ class VirtualWire(InProcessWire):
     def _transmit_post(self, to: int, posted: Posted) -> None:
         self.world._send(_Transmission(self, to, len(posted.body), posted))
 
-    def _say_goodbye_to(self, rank: int) -> None:
-        self.world._send(_Transmission(self, rank, 0, Goodbye(self.life)))
+    def _part_from(self, rank: int, generation: int) -> None:
+        self._left.add(rank)
+        self.world._send(_Transmission(self, rank, 0, Goodbye(self.life, generation)))
 
     def life_of(self, rank: int) -> Life:
         return Life(rank, self._lives[rank])

@@ -135,6 +135,10 @@ class Wire(ABC):
         `on_message(source, header, payload)` runs in `progress`; the payload is valid only during the call. Each peer may have at
         most `credit_bytes` on their way or undelivered (a message costs its header, its payload and 64 bytes); a peer that sends
         more is lost. Serving a channel again replaces the function.
+
+        An exception of `on_message` is a fault of this side: it leaves `progress`, and the peer is not blamed. The message counts
+        as consumed; those that waited behind it on its channel are handed over with the peer's next one. Only what decoding
+        raises besides its own errors (UnicodeError, RecursionError) is the peer's fault, and makes it lost.
         """
 
     @abstractmethod
@@ -157,12 +161,16 @@ class Wire(ABC):
         """Let a new worker in, or a rank that comes back, which is another peer and has a later generation.
 
         Returns at once. The newcomer connects by itself; `on_view` says when it is here, and `on_lost` if it does not come in
-        time. Until then it counts as lost. What its rank sent, and was sent, before is gone.
+        time: then it is a lost member, to be retired. Until then it counts as lost. What its rank sent, and was sent, before is
+        gone.
         """
 
     @abstractmethod
     def retire(self, rank: int, generation: int) -> None:
-        """Take a member out of the view. One that is not lost is told goodbye, and counts as lost from now on."""
+        """Take a member out of the view. One that is not lost is told so, and counts as lost from now on.
+
+        To the member itself this rank is then lost too, and has not left in order. Any callback may retire any member.
+        """
 
     @abstractmethod
     def on_view(self, listener: ViewListener) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from stretto.errors import ConfigurationError
+from stretto.errors import ConfigurationError, PeerLost
 from stretto.launching.membership import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
@@ -27,10 +27,11 @@ from stretto.wire.base import Handle, Tag
 from stretto.wire.door import MAX_STRANGERS, Door
 from stretto.wire.frames import FrameKind, Header
 from stretto.wire.handshake import Life
-from stretto.wire.mailbox import MailboxWire, PostedReceive
+from stretto.wire.mailbox import MailboxWire, PostedReceive, retired_by_it
 from stretto.wire.shared_memory import Allowance, Answer, Inbox, Offer, Outbox, folder
 
 SHARED_FROM_BYTES = 16 << 10
+RETIRED = 1  # `channel` of a goodbye to a member that is retired; `sequence` is the generation in which it is
 
 TOPIC_HELLO = 0
 TOPIC_OFFER = 1
@@ -112,6 +113,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         self._accept_later = accept_later
         self._mine: Peer | None = None
         self._admit_until: dict[int, float] = {}  # rank that was admitted -> when it must be here
+        self._absent: set[int] = set()  # ranks that were admitted and did not come: lost, until they are retired
         self._shared_memory = shared_memory
         self._warned = False
         self._waiting_for_farewell: set[int] = set()
@@ -150,9 +152,13 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     def _drop(self, rank: int) -> None:
         """Close what belongs to one peer."""
 
+    def _is_parting(self) -> bool:
+        """Whether last words to peers that are gone are still to be sent."""
+        return False
+
     @property
     def peers(self) -> list[int]:
-        return [rank for rank in self._connections if rank not in self._admitted]
+        return [rank for rank in (*self._connections, *self._absent) if rank not in self._admitted]
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -160,6 +166,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         return time.monotonic()
 
     def send(self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None) -> Handle:
+        self._check_peer("send", to)
         handle = Handle(to, tag, on_done)
         num_bytes = data.nbytes
         if to in self.lost:
@@ -188,6 +195,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         )
 
     def post(self, to: int, topic: int, body: bytes) -> None:
+        self._check_peer("post", to)
         if len(body) > frames.MAX_POST_BYTES:
             raise ConfigurationError(f"a control message of {len(body)} bytes: the limit is {frames.MAX_POST_BYTES}.")
         self._post(to, topic, body)
@@ -202,8 +210,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
 
     def cancel(self, channel: int, sequence: int) -> None:
         super().cancel(channel, sequence)
-        for rank in self.peers:
-            connection = self._connections[rank]
+        for connection in self._connections.values():
             kept = (item for item in connection.waiting if item[0].tag[:2] != (channel, sequence))
             connection.waiting = deque(kept)
 
@@ -237,6 +244,9 @@ class FramedWire(MailboxWire[ArrivedFrame]):
                 self._acknowledged(connection, number)
             self._fill_slots(connection)
         elif kind == FrameKind.GOODBYE:
+            if header.channel == RETIRED:
+                self._lose(source, retired_by_it(header.sequence))
+                return
             self._left.add(source)
             self.post(source, TOPIC_FAREWELL, b"")
             self._lose(source, "it left the job (stretto.shutdown, or its program ended)")
@@ -277,8 +287,11 @@ class FramedWire(MailboxWire[ArrivedFrame]):
             return
         if (source, header.channel, header.sequence, header.index) not in self._expected:
             view = memoryview(bytes(view))  # too early: make room, so that parked messages never block the slots
-        self._take_in(source, header, view)
-        self._owe_ack(connection, header.number)
+        try:
+            self._take_in(source, header, view)
+        finally:
+            if self._connections.get(source) is connection:  # a callback may have retired it
+                self._owe_ack(connection, header.number)
 
     def _owe_ack(self, connection: Connection, number: int) -> None:
         connection.acks.append(number)
@@ -287,7 +300,9 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     def _flush_acks(self) -> None:
         while self._unacked:
             rank = self._unacked.pop()
-            connection = self._connections[rank]
+            connection = self._connections.get(rank)
+            if connection is None:
+                continue
             if rank not in self.lost:
                 body = struct.pack(f"<{len(connection.acks)}I", *connection.acks)
                 self._control(rank, FrameKind.ACK, body)
@@ -317,6 +332,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
                 )
             connection.outbox = Outbox(num_bytes)
         except OSError as problem:
+            self._allowance.give_back(num_bytes)
             self._warn_once(
                 f"no shared memory towards rank {connection.rank} ({problem}); using sockets, which is slower. "
                 f"Free some space in {folder()}, or enlarge it (containers: --shm-size)"
@@ -353,6 +369,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
             self._warn_once(f"rank {source} cannot use shared memory ({problem}); using sockets, which is slower")
             connection.outbox = None
             outbox.close()
+            self._allowance.give_back(outbox.num_bytes)
 
     def _warn_once(self, text: str) -> None:
         """What is wrong with shared memory is mostly wrong towards every peer: said once, not once for each."""
@@ -368,7 +385,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     def _meet_everybody(self, peers: Sequence[Peer]) -> Peer:
         """Note who is in the job; returns this worker's own entry."""
         mine = self._mine = next(peer for peer in peers if peer.rank == self.rank)
-        self._lives = {peer.rank: peer.generation for peer in peers}
+        self._lives = {peer.rank: peer.generation for peer in peers if peer is not mine}
         self._divide_shared_memory(peers, mine)
         return mine
 
@@ -382,19 +399,25 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         super().admit(peer)
 
     def _look_for_absentees(self) -> None:
-        for rank, until in list(self._admit_until.items()):
+        for rank in list(self._admit_until):
             if rank not in self._admitted:
                 del self._admit_until[rank]
-            elif self.now() > until:
-                del self._admit_until[rank]
-                self._give_up_on(rank, f"it was admitted, and did not connect within {self.timeouts.connect_s:g} s")
+            elif self.now() > self._admit_until[rank]:
+                del self._admit_until[rank], self._admitted[rank]
+                self._forget(rank)
+                self._absent.add(rank)
+                why = f"it was admitted, and did not connect within {self.timeouts.connect_s:g} s"
+                self.lost[rank] = PeerLost(rank, why)
+                self._tell_lost(self.lost[rank])
 
-    def _part_from(self, rank: int) -> None:
-        self._control(rank, FrameKind.GOODBYE)
+    def _part_from(self, rank: int, generation: int) -> None:
+        self._sent += frames.HEADER_BYTES
+        self._send_frame(rank, self._head(FrameKind.GOODBYE, Tag(RETIRED, generation, 0), 0, 0))
         self._left.add(rank)  # so that our last word gets out
 
     def _forget(self, rank: int) -> None:
         self._unacked.discard(rank)
+        self._absent.discard(rank)
         self._waiting_for_farewell.discard(rank)
 
     def _divide_shared_memory(self, peers: Sequence[Peer], mine: Peer) -> None:
@@ -423,9 +446,12 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         return handles
 
     def _close_boxes(self, connection: Connection) -> None:
-        for box in (connection.outbox, connection.inbox):
-            if box is not None:
-                box.close()
+        if connection.outbox is not None:
+            connection.outbox.close()
+            self._allowance.give_back(connection.outbox.num_bytes)
+        if connection.inbox is not None:
+            connection.inbox.close()
+        connection.outbox = connection.inbox = None
         connection.outbox_open = False
 
     def _say_goodbye(self) -> None:
@@ -433,7 +459,8 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         self._waiting_for_farewell = {rank for rank in self.peers if rank not in self.lost}
         self._flush_acks()
         for rank in list(self._waiting_for_farewell):
-            self._control(rank, FrameKind.GOODBYE)
+            if rank not in self.lost:
+                self._control(rank, FrameKind.GOODBYE)
         deadline = self.now() + self.timeouts.leave_s
-        while self._waiting_for_farewell - self.lost.keys() and self.now() < deadline:
+        while (self._waiting_for_farewell - self.lost.keys() or self._is_parting()) and self.now() < deadline:
             self.progress(0.1)

@@ -2,8 +2,8 @@
 
 A message is known by (source, channel, sequence, index). It waits, parked, for its `recv`, or the `recv` waits for it; whichever
 comes second makes the delivery. A name is used once: a second message of the same name makes its sender lost. Control messages
-go to the listener of their topic, or wait for one. What a peer can make us keep is bounded (`MAX_PARKED_BYTES`, `MAX_UNHEARD`,
-credit: `serving.py`); a peer that exceeds it is lost.
+go to the listener of their topic, or wait for one. What a peer can make us keep is bounded (`MAX_PARKED_BYTES`,
+`MAX_UNHEARD_BYTES`, credit: `serving.py`); a peer that exceeds it is lost.
 
 The wires below (`framed.py` with its transports, `testing/in_process.py`) bring messages here and say what a message is to them.
 """
@@ -33,8 +33,8 @@ from stretto.wire.serving import TOPIC_CREDIT, TOPIC_HEAD, Serving
 
 MAX_PARKED_BYTES: Final = 256 << 20  # of one peer, beyond its credit; collectives send it at most 17 MiB unasked
 PARKED_BYTES: Final = 512  # that a parked message takes beyond its payload
-MAX_UNHEARD: Final = 10_000  # control messages kept for a listener that is still to come
-MAX_UNHEARD_BYTES: Final = 64 << 20
+MAX_UNHEARD_BYTES: Final = 64 << 20  # of one peer: control messages kept for listeners that are still to come
+UNHEARD_BYTES: Final = 512  # that such a message takes beyond its body
 
 Key = tuple[int, int, int, int]  # source, channel, sequence, index: the digest is not part of the name
 
@@ -75,6 +75,11 @@ class PostedReceive:
         return None
 
 
+def retired_by_it(generation: int) -> str:
+    """Why a peer is lost that says that it has retired this worker."""
+    return f"it retired this worker in generation {generation}"
+
+
 M = TypeVar("M", bound=Described)
 
 
@@ -97,7 +102,7 @@ class MailboxWire(Wire, Generic[M]):
         self._cancelled: deque[tuple[int, int]] = deque(maxlen=256)  # late messages of these are dropped
         self._listeners: dict[int, Listener] = {}
         self._unheard: dict[int, list[tuple[int, bytes]]] = {}
-        self._unheard_bytes: Counter[int] = Counter()  # source -> bytes
+        self._unheard_bytes: Counter[int] = Counter()  # source -> what its unheard messages take
         self._lost_listeners: list[LostListener] = []
         self._view_listeners: list[ViewListener] = []
         self._left: set[int] = set()
@@ -127,8 +132,8 @@ class MailboxWire(Wire, Generic[M]):
         """Take the newcomer in if it is here, or else when it comes: `_joined`."""
 
     @abstractmethod
-    def _part_from(self, rank: int) -> None:
-        """Say goodbye to a member that is retired."""
+    def _part_from(self, rank: int, generation: int) -> None:
+        """Tell a member that it is retired in this generation."""
 
     @abstractmethod
     def _forget(self, rank: int) -> None:
@@ -153,6 +158,7 @@ class MailboxWire(Wire, Generic[M]):
         on_done: Callable[[Handle], None] | None = None,
         into: memoryview | None = None,
     ) -> Handle:
+        self._check_peer("recv", source)
         handle = Handle(source, tag, on_done)
         key = (source, tag.channel, tag.sequence, tag.index)
         if key in self._expected:
@@ -186,7 +192,7 @@ class MailboxWire(Wire, Generic[M]):
     def listen(self, topic: int, listener: Listener) -> None:
         self._listeners[topic] = listener
         for source, body in self._unheard.pop(topic, ()):
-            self._unheard_bytes[source] -= len(body)
+            self._unheard_bytes[source] -= len(body) + UNHEARD_BYTES
             self._tell(listener, source, body)
 
     def serve(self, channel: int, on_message: OnMessage, credit_bytes: int) -> None:
@@ -195,7 +201,16 @@ class MailboxWire(Wire, Generic[M]):
     def offer(
         self, to: int, channel: int, header: bytes, payload: memoryview, on_done: Callable[[Handle], None] | None = None
     ) -> Handle:
+        if to != self.rank:  # for which there is an error of its own
+            self._check_peer("offer", to)
         return self._serving.offer(to, channel, header, payload, on_done)
+
+    def _check_peer(self, verb: str, peer: int) -> None:
+        if peer not in self._lives:
+            raise ConfigurationError(
+                f"{verb} between rank {self.rank} and rank {peer}: the ranks that this wire knows are {sorted(self._lives)}. "
+                f"Give one of those, or admit it first."
+            )
 
     def on_lost(self, listener: LostListener) -> None:
         self._lost_listeners.append(listener)
@@ -240,13 +255,6 @@ class MailboxWire(Wire, Generic[M]):
         for listener in list(self._view_listeners):
             listener([rank], [], self.generation)
 
-    def _give_up_on(self, rank: int, why: str) -> None:
-        """Somebody who was admitted has not come."""
-        del self._admitted[rank], self.lost[rank]
-        self._forget(rank)
-        self.lost[rank] = PeerLost(rank, why)
-        self._tell_lost(self.lost[rank])
-
     def retire(self, rank: int, generation: int) -> None:
         if rank not in self.peers and rank not in self._admitted:
             raise ConfigurationError(
@@ -256,8 +264,11 @@ class MailboxWire(Wire, Generic[M]):
         self._admitted.pop(rank, None)
         self.generation = max(self.generation, generation)
         if rank not in self.lost:
-            self._part_from(rank)
+            life = self._lives[rank]
+            self._part_from(rank, generation)
             self._lose(rank, f"it was retired in generation {generation}")
+            if rank not in self.peers or self._lives[rank] != life:
+                return  # a callback has retired it already
         self._forget(rank)
         for listener in list(self._view_listeners):
             listener([], [rank], self.generation)
@@ -303,17 +314,18 @@ class MailboxWire(Wire, Generic[M]):
         if listener is not None:
             self._tell(listener, source, body)
             return
-        unheard = self._unheard.setdefault(topic, [])
-        unheard.append((source, body))
-        self._unheard_bytes[source] += len(body)
-        if len(unheard) > MAX_UNHEARD or self._unheard_bytes[source] > MAX_UNHEARD_BYTES:
-            self._lose(source, f"it sent a bad frame: control messages of topic {topic}, which nobody listens to")
+        self._unheard.setdefault(topic, []).append((source, body))
+        self._unheard_bytes[source] += len(body) + UNHEARD_BYTES
+        if self._unheard_bytes[source] > MAX_UNHEARD_BYTES:
+            self._lose(
+                source, f"it sent a bad frame: too many control messages that nobody listens to, the last of topic {topic}"
+            )
             self._forget_unheard(source)
 
     def _forget_unheard(self, source: int) -> None:
         del self._unheard_bytes[source]
-        for topic, unheard in self._unheard.items():
-            self._unheard[topic] = [each for each in unheard if each[0] != source]
+        kept = {topic: [each for each in unheard if each[0] != source] for topic, unheard in self._unheard.items()}
+        self._unheard = {topic: unheard for topic, unheard in kept.items() if unheard}
 
     def _tell(self, listener: Listener, source: int, body: bytes) -> None:
         try:

@@ -110,6 +110,7 @@ class Serving:
         self._services: dict[int, Service] = {}
         self._outflows: dict[int, dict[int, Outflow]] = {}  # peer -> channel -> what goes there
         self._inflows: dict[tuple[int, int], Inflow] = {}  # (source, channel)
+        self._announced: set[tuple[int, int]] = set()  # (source, number) of the long payloads that are due
         self._numbers: dict[int, int] = {}  # peer -> number of the last long payload sent to it
 
     def serve(self, channel: int, on_message: OnMessage, credit_bytes: int) -> None:
@@ -142,6 +143,7 @@ class Serving:
         """A peer is gone; returns the handles of what can no longer be sent to it."""
         for key in [key for key in self._inflows if key[0] == peer]:
             del self._inflows[key]
+        self._announced = {each for each in self._announced if each[0] != peer}
         self._numbers.pop(peer, None)
         outflows = self._outflows.pop(peer, {}).values()
         return [message.handle for outflow in outflows for message in outflow.waiting]
@@ -249,10 +251,14 @@ class Serving:
             begin = HEAD.size + header_bytes
             if len(body) != begin + (0 if number else num_bytes) or header_bytes > MAX_HEADER_BYTES:
                 raise ValueError(f"a message of {len(body)} bytes that declares {header_bytes} and {num_bytes}")
+            if (source, number) in self._announced:
+                raise ValueError(f"payload number {number} a second time, and the first is still due")
             inflow = self._inflow_for(source, channel, MESSAGE_BYTES + header_bytes + num_bytes)
         except (struct.error, ValueError) as problem:
             self._wire._lose(source, f"it sent a bad frame: {problem}")
             return
+        if number:
+            self._announced.add((source, number))
         inflow.heard.append(HeardMessage(body[HEAD.size : begin], None if number else body[begin:], number, num_bytes))
         self._deliver(inflow)
 
@@ -275,7 +281,7 @@ class Serving:
             return  # called from a callback of the loop below, which goes on
         inflow.delivering = True
         try:
-            while inflow.heard and not inflow.receiving:
+            while inflow.heard and not inflow.receiving and self._is_current(inflow):
                 message = inflow.heard[0]
                 if message.payload is not None:
                     self._consume(inflow, memoryview(message.payload))
@@ -286,6 +292,10 @@ class Serving:
                 self._wire.recv(inflow.source, tag, message.num_bytes, 0, consume, partial(self._received, inflow))
         finally:
             inflow.delivering = False
+
+    def _is_current(self, inflow: Inflow) -> bool:
+        """Whether its peer is still here: a callback may have retired or lost it."""
+        return self._inflows.get((inflow.source, inflow.channel)) is inflow
 
     def _received(self, inflow: Inflow, handle: Handle) -> None:
         inflow.receiving = False
@@ -298,13 +308,15 @@ class Serving:
 
     def _consume(self, inflow: Inflow, payload: memoryview) -> None:
         message = inflow.heard.popleft()
+        self._announced.discard((inflow.source, message.number))
         inflow.owed += MESSAGE_BYTES + len(message.header) + message.num_bytes
         try:
             inflow.service.on_message(inflow.source, message.header, payload)
         except (UnicodeError, RecursionError) as problem:  # what decoding raises besides its own errors
             self._wire._lose(inflow.source, f"it sent a bad frame: a malformed message ({problem})")
         finally:
-            if inflow.asked or 2 * inflow.owed >= inflow.service.credit_bytes:
+            inflow.receiving = False  # also where the exception keeps the receive from ending
+            if self._is_current(inflow) and (inflow.asked or 2 * inflow.owed >= inflow.service.credit_bytes):
                 self._return_credit(inflow)
 
     def _return_credit(self, inflow: Inflow) -> None:

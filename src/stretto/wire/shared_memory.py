@@ -84,6 +84,10 @@ class Allowance:
         self.left -= granted
         return granted
 
+    def give_back(self, num_bytes: int) -> None:
+        """An outbox of that size is closed, or could not be made."""
+        self.left += num_bytes
+
 
 class Outbox:
     """Sender's side. Raises OSError (no space, no permission) where the file cannot be made."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import threading
 import weakref
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from stretto.wire import frames
 from stretto.wire.base import Handle
 from stretto.wire.framed import log
 from stretto.wire.frames import FrameKind, Header
-from stretto.wire.tcp_connection import READ_AHEAD_BYTES, OutgoingBytes, TcpConnection
+from stretto.wire.tcp_connection import FramePart, OutgoingBytes, TcpConnection
 from stretto.wire.tcp_meeting import TcpMeeting
 from stretto.wire.tcp_writer import Writer
 
@@ -65,6 +64,7 @@ class TcpWire(TcpMeeting):
         )  # fmt: skip
         self._writer = Writer(self.wake) if write_in_thread else None
         self._poller.register(self._far.fileno(), select.POLLIN)
+        self._parting: dict[TcpConnection, float] = {}  # to peers that are gone, and until when there may be last words
         self._unfinished: set[int] = set()  # ranks with bytes read ahead that wait for another turn
         self._looked_at = self.now()
         # A forked child (a DataLoader's worker) would keep the connections open after this process has died: nobody would notice.
@@ -77,8 +77,12 @@ class TcpWire(TcpMeeting):
         self._enqueue(self._connections[to], [OutgoingBytes(memoryview(frame), None)])
 
     def _send_payload(self, handle: Handle, data: memoryview, dtype: int) -> None:
-        head = memoryview(self._head(FrameKind.INLINE, handle.tag, dtype, data.nbytes))
-        items = [OutgoingBytes(head, None), OutgoingBytes(data, handle)] if data.nbytes else [OutgoingBytes(head, handle)]
+        head = OutgoingBytes(memoryview(self._head(FrameKind.INLINE, handle.tag, dtype, data.nbytes)), None, FramePart.HEAD)
+        items = [head]
+        if data.nbytes:
+            items.append(OutgoingBytes(data, handle, FramePart.PAYLOAD))
+        else:
+            head.handle = handle
         self._enqueue(self._connections[handle.peer], items)
 
     def _enqueue(self, connection: TcpConnection, items: list[OutgoingBytes]) -> None:
@@ -96,7 +100,10 @@ class TcpWire(TcpMeeting):
         connection = self._connections[rank]
         with connection.lock:
             handles = [item.handle for item in connection.outgoing if item.handle is not None]
-            connection.outgoing.clear()
+            if rank in self._left:
+                connection.keep_last_words()
+            else:
+                connection.outgoing.clear()
         if connection.expected is not None:
             handles.append(connection.expected.handle)
             connection.expected = None
@@ -104,30 +111,31 @@ class TcpWire(TcpMeeting):
 
     def _drop(self, rank: int) -> None:
         connection = self._connections[rank]
-        if connection.descriptor in self._by_descriptor:
-            if rank in self._left:
-                self._last_word(connection)
-            del self._by_descriptor[connection.descriptor]
-            if self._pulse is not None:
-                self._pulse.forget(rank)
-            self._unfinished.discard(rank)
+        if connection.closed:
+            return
+        connection.closed = True
+        del self._by_descriptor[connection.descriptor]
+        if self._pulse is not None:
+            self._pulse.forget(rank)
+        self._unfinished.discard(rank)
+        self._parting[connection] = self.now() + (self.timeouts.leave_s if rank in self._left else 0.0)
+        self._part()
+
+    def _part(self) -> None:
+        """Get the last words out, for which a peer that leaves or is retired may be waiting, and close its connection then."""
+        for connection, until in list(self._parting.items()):
+            if self.now() < until and not connection.part():
+                mask = select.POLLIN | (select.POLLOUT if connection.outgoing else 0)
+                self._poller.modify(connection.descriptor, mask)
+                continue
+            del self._parting[connection]
             self._poller.unregister(connection.descriptor)
             with connection.lock:
-                connection.closed = True
+                connection.outgoing.clear()
                 connection.socket.close()
 
-    def _last_word(self, connection: TcpConnection) -> None:
-        """A peer that leaves waits for our farewell: get it out, unless the connection is stuck."""
-        patience = threading.Event()
-        for _ in range(50):
-            if not connection.handed_over:
-                break
-            patience.wait(0.01)
-        else:
-            return
-        with contextlib.suppress(OSError):
-            while connection.outgoing:
-                connection.write_some()
+    def _is_parting(self) -> bool:
+        return any(connection.outgoing for connection in self._parting)
 
     def cancel(self, channel: int, sequence: int) -> None:
         super().cancel(channel, sequence)
@@ -144,8 +152,7 @@ class TcpWire(TcpMeeting):
         with connection.lock:
             for item in connection.outgoing:
                 if item.handle is not None and item.handle.tag[:2] == name:
-                    item.view = memoryview(bytes(item.view))
-                    item.handle = None
+                    item.withdraw()
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
@@ -168,29 +175,35 @@ class TcpWire(TcpMeeting):
             if connection is not None and event & select.POLLOUT:
                 self._write(connection)
         for rank in list(self._unfinished):
-            self._unfinished.discard(rank)
-            self._read(self._connections[rank])
+            if rank in self._unfinished:  # else a callback has retired it
+                self._unfinished.discard(rank)
+                self._read(self._connections[rank])
+        if self._parting:
+            self._part()
         if self._writer is not None and (self._writer.written or self._writer.broken):
             self._hear_from_writer(self._writer)
         self._look_after_silence()
 
     def _write(self, connection: TcpConnection) -> None:
         """Write what the kernel takes, and ask to be told when it takes more."""
-        outgoing = connection.outgoing
-        try:
-            while outgoing:
-                for handle in connection.write_some():
-                    handle.finish()
-                connection.spoke_at = self.now()
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self._lose(connection.rank, f"its connection broke: {error.strerror} (its process ended or was killed)")
+        while connection.outgoing and not connection.closed:
+            try:
+                finished = connection.write_some()
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._lose(connection.rank, f"its connection broke: {error.strerror} (its process ended or was killed)")
+                return
+            connection.spoke_at = self.now()
+            for handle in finished:
+                handle.finish()
+        if connection.closed:
             return
+        outgoing = connection.outgoing
         if outgoing and self._writer is not None:
             connection.handed_over = True
             self._writer.take(connection)
-        elif bool(outgoing) != connection.wants_to_write and connection.descriptor in self._by_descriptor:
+        elif bool(outgoing) != connection.wants_to_write:
             connection.wants_to_write = bool(outgoing)
             mask = select.POLLIN | (select.POLLOUT if outgoing else 0)
             self._poller.modify(connection.descriptor, mask)
@@ -206,49 +219,40 @@ class TcpWire(TcpMeeting):
                 self._lose(connection.rank, f"its connection broke: {problem} (its process ended or was killed)")
 
     def _read(self, connection: TcpConnection) -> None:
-        try:
-            for _ in range(READS_AT_ONCE):
-                if not self._read_once(connection):
-                    return
-                if connection.rank in self.lost:
-                    return
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._lose(connection.rank, f"its connection broke: {error.strerror} (its process ended or was killed)")
-            return
-        except ValueError as problem:
-            self._lose(connection.rank, f"it sent a bad frame: {problem}")
-            return
+        for _ in range(READS_AT_ONCE):
+            try:
+                received = connection.receive()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(connection.rank, f"its connection broke: {error.strerror} (its process ended or was killed)")
+                return
+            if not received:
+                self._lose(connection.rank, "its connection closed without a goodbye (its process ended or was killed)")
+                return
+            connection.heard = True
+            try:
+                self._digest(connection)
+            except BaseException:  # a callback's, not the peer's fault: what was read ahead is looked at in the next turn
+                if not connection.closed:
+                    self._unfinished.add(connection.rank)
+                raise
+            if connection.closed:
+                return
         if connection.begin < connection.end:
             self._unfinished.add(connection.rank)
 
-    def _read_once(self, connection: TcpConnection) -> bool:
-        """One system call at most; False at the end of the stream."""
-        if connection.header is not None and connection.begin == connection.end:
-            received = connection.socket.recv_into(connection.target[connection.filled :])
-            connection.filled += received
-        else:
-            if connection.begin == connection.end:
-                connection.begin = connection.end = 0
-            elif connection.end == READ_AHEAD_BYTES:
-                connection.make_room()
-            received = connection.socket.recv_into(connection.ahead[connection.end :])
-            connection.end += received
-        if not received:
-            self._lose(connection.rank, "its connection closed without a goodbye (its process ended or was killed)")
-            return False
-        connection.heard = True
-        self._digest(connection)
-        return True
-
     def _digest(self, connection: TcpConnection) -> None:
         """Turn the bytes that are here into frames, as far as they go."""
-        while connection.rank not in self.lost:
+        while not connection.closed:
             if connection.header is None:
                 if connection.end - connection.begin < frames.HEADER_BYTES:
                     return
-                self._begin_frame(connection)
+                try:
+                    self._begin_frame(connection)
+                except ValueError as problem:
+                    self._lose(connection.rank, f"it sent a bad frame: {problem}")
+                    return
             connection.take_ahead()
             if connection.filled < connection.target.nbytes:
                 return
@@ -308,6 +312,8 @@ class TcpWire(TcpMeeting):
         self._looked_at = now
         self._look_for_absentees()
         for connection in list(self._by_descriptor.values()):
+            if connection.closed:
+                continue  # a callback has retired it
             # While this process was stopped, or its communication thread got no turn, nobody listened. Peers may have been
             # stopped at the same time (Ctrl-Z stops a whole job), so such a pause counts for no more than one heartbeat.
             # What was heard since the last look counts as heard now, so that nobody is lost too early.
@@ -315,7 +321,7 @@ class TcpWire(TcpMeeting):
             connection.heard = False
             if now - connection.spoke_at > silence_s / BEATS and not connection.outgoing:
                 self._control(connection.rank, FrameKind.HEARTBEAT)
-            if connection.silent_s > silence_s:
+            if connection.silent_s > silence_s and not connection.closed:
                 self._judge_silence(connection)
 
     def _judge_silence(self, connection: TcpConnection) -> None:
@@ -358,6 +364,8 @@ class TcpWire(TcpMeeting):
             if rank not in self.lost:
                 self._drop(rank)
                 self._close_boxes(self._connections[rank])
+        self._parting = dict.fromkeys(self._parting, self.now())
+        self._part()
         self._door.close()
         for newcomer in self._newcomers.values():
             newcomer.close()
@@ -373,7 +381,8 @@ def _close_in_child(reference: weakref.ref[TcpWire]) -> None:
     wire = reference()
     if wire is not None and not wire._closed:
         wire._door.close_in_child()
-        for held in (*wire._newcomers.values(), *(connection.socket for connection in wire._by_descriptor.values())):
+        connections = (*wire._by_descriptor.values(), *wire._parting)
+        for held in (*wire._newcomers.values(), *(connection.socket for connection in connections)):
             held.close()
 
 

@@ -6,6 +6,7 @@ tensor of its receive, or a buffer that is used again for every payload that is 
 
 from __future__ import annotations
 
+import enum
 import socket
 import threading
 from collections import deque
@@ -14,21 +15,33 @@ from typing import Final
 from stretto.launching.membership import Peer
 from stretto.wire.base import Handle
 from stretto.wire.framed import Connection
-from stretto.wire.frames import Header
+from stretto.wire.frames import HEADER_BYTES, Header
 from stretto.wire.mailbox import PostedReceive
 
 READ_AHEAD_BYTES: Final = 64 << 10
 MAX_GATHER: Final = 16
 
 
+class FramePart(enum.Enum):
+    WHOLE = enum.auto()  # a frame that is complete in itself
+    HEAD = enum.auto()  # the header of a payload
+    PAYLOAD = enum.auto()
+
+
 class OutgoingBytes:
     """Bytes on their way: what is left of a frame, and whom to tell when the last has gone."""
 
-    __slots__ = ("handle", "view")
+    __slots__ = ("handle", "part", "view")
 
-    def __init__(self, view: memoryview, handle: Handle | None) -> None:
+    def __init__(self, view: memoryview, handle: Handle | None, part: FramePart = FramePart.WHOLE) -> None:
         self.view = view
         self.handle = handle
+        self.part = part
+
+    def withdraw(self) -> None:
+        """The owner takes its memory back: what is there now goes out, from a copy."""
+        self.view = memoryview(bytes(self.view))
+        self.handle = None
 
 
 class TcpConnection(Connection):
@@ -68,6 +81,56 @@ class TcpConnection(Connection):
         if sent:
             outgoing[0].view = outgoing[0].view[sent:]
         return finished
+
+    def keep_last_words(self) -> None:
+        """Only what was begun still leaves, and frames that are complete in themselves, such as a goodbye."""
+        outgoing, begun = self.outgoing, 0
+        if outgoing and (outgoing[0].part is FramePart.PAYLOAD or outgoing[0].view.nbytes < HEADER_BYTES):
+            begun = 1
+            if outgoing[0].part is FramePart.HEAD and len(outgoing) > 1 and outgoing[1].part is FramePart.PAYLOAD:
+                begun = 2
+        self.outgoing = deque(item for at, item in enumerate(outgoing) if at < begun or item.part is FramePart.WHOLE)
+        for item in self.outgoing:
+            item.withdraw()
+
+    def part(self) -> bool:
+        """Send the last words, and wait for the peer's end; returns whether that is over.
+
+        To close with something unread would reset the connection, and take back what the peer has not read yet.
+        """
+        with self.lock:
+            try:
+                for _ in range(MAX_GATHER):
+                    if not self.socket.recv_into(self.ahead):
+                        return True
+            except BlockingIOError:
+                pass
+            except OSError:
+                return True
+            try:
+                while self.outgoing and not self.handed_over:
+                    self.write_some()
+                if not self.outgoing:
+                    self.socket.shutdown(socket.SHUT_WR)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return True
+        return False
+
+    def receive(self) -> int:
+        """One system call: read on where the frame goes, or ahead. Returns how many bytes came; 0 is the end of the stream."""
+        if self.header is not None and self.begin == self.end:
+            received = self.socket.recv_into(self.target[self.filled :])
+            self.filled += received
+        else:
+            if self.begin == self.end:
+                self.begin = self.end = 0
+            elif self.end == READ_AHEAD_BYTES:
+                self.make_room()
+            received = self.socket.recv_into(self.ahead[self.end :])
+            self.end += received
+        return received
 
     def staging_of(self, num_bytes: int) -> memoryview:
         if self.staging.nbytes < num_bytes:

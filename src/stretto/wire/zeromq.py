@@ -262,7 +262,8 @@ class ZeroMQWire(FramedWire):
 
     def _acknowledged(self, connection: Connection, number: int) -> None:
         super()._acknowledged(connection, number)
-        handle = self._connections[connection.rank].unacknowledged.pop(number, None)
+        assert isinstance(connection, DealerConnection)
+        handle = connection.unacknowledged.pop(number, None)
         if handle is not None:
             handle.finish()
 
@@ -371,7 +372,8 @@ class ZeroMQWire(FramedWire):
             self._weigh(self._watcher.events.popleft())
         for rank, due in list(self._suspects.items()):
             if self.now() >= due:
-                del self._suspects[rank]
+                if self._suspects.pop(rank, None) is None:
+                    continue  # a callback has retired it
                 self._lose(rank, self._why_disconnected(self._connections[rank]))
 
     def _why_disconnected(self, connection: DealerConnection) -> str:
