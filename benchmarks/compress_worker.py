@@ -45,7 +45,7 @@ class CompressStepRow(msgspec.Struct, frozen=True, kw_only=True):
     contender: str
     seconds: list[float]
     bytes_sent: int | None = None
-    bytes_between_hosts: int | None = None  # of this, what went to other hosts
+    bytes_between_hosts: int | None = None  # what all workers of a host sent to other hosts, per step
 
 
 class CompressStepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +67,11 @@ def bytes_to_other_hosts(job: Job) -> int:
     return sum(job.ledger.sent_to(peer.rank) for peer in job.peers if peer.host != here)
 
 
+def sent_by_a_host(job: Job, mine: int, hosts: int) -> int:
+    everybody: int = sum(job.gather_object(mine))
+    return everybody // hosts
+
+
 def measure(job: Job, settings: CompressStepSettings) -> CompressStepReport:
     torch.set_num_threads(1)
     workload, device = workload_of(settings), device_of(job, settings.device)
@@ -79,7 +84,7 @@ def measure(job: Job, settings: CompressStepSettings) -> CompressStepReport:
         for _ in range(WARM_UP):
             before, between = job.ledger.bytes_sent, bytes_to_other_hosts(job)
             contender.step(batch)
-        counted = (job.ledger.bytes_sent - before, bytes_to_other_hosts(job) - between)
+        counted = (job.ledger.bytes_sent - before, sent_by_a_host(job, bytes_to_other_hosts(job) - between, settings.hosts))
         sent.append(counted if contender.name in settings.strategies else (None, None))
         job.barrier()
     seconds = alternate(job, contenders, batch, settings.rounds, STEPS)

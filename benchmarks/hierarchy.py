@@ -3,8 +3,8 @@
     python benchmarks/hierarchy.py             32 MB of gradients at 1 Gbit/s, and a byte GPT at rho 3, compressed between hosts
     python benchmarks/hierarchy.py --quick     few rounds: does the script work?
 
-Contenders take turns in the same processes (`compress_step.py` has how). Bytes between hosts are counted by rank 0, one of the
-two workers of its host. Writes `hierarchy_MACHINE_DATE.json` and `.md`. Let the machine be idle. Needs the lab.
+Contenders take turns in the same processes (`compress_step.py` has how). Bytes between hosts are those of
+both workers of a host. Writes `hierarchy_MACHINE_DATE.json` and `.md`. Let the machine be idle. Needs the lab.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def claims(exact: CompressStepReport, lossy: CompressStepReport) -> list[str]:
     reached = ratio(limit[LIMIT], limit[COMPRESSED])
     return [
         *harness.table("claim", "target", "measured", "verdict"),
-        f"| bytes between hosts, of the flat ring's, at most | {MOST_BYTES} | {part:.3f} | {harness.verdict(part <= MOST_BYTES)} |",
+        f"| bytes between hosts, x the flat ring's, at most | {MOST_BYTES} | {part:.3f} | {harness.verdict(part <= MOST_BYTES)} |",
         f"| step, x the best flat one ({best}), at least | 1.00 | {speed} | {speed.at_least(1.0, rounds)} |",
         f"| EF PowerSGD 4 between hosts, of the rate without communication, at least | {OF_LIMIT} | {reached} | "
         f"{reached.at_least(OF_LIMIT, lossy.settings.rounds)} |",
@@ -52,7 +52,7 @@ def claims(exact: CompressStepReport, lossy: CompressStepReport) -> list[str]:
 
 
 def rows_of(report: CompressStepReport) -> list[str]:
-    lines = harness.table("contender", "step, ms", "x DDP", "MB between hosts, of rank 0")
+    lines = harness.table("contender", "step, ms", "x DDP", "MB from host to host")
     by_name = {row.contender: row.seconds for row in report.rows}
     for row in sorted(report.rows, key=lambda row: statistics.median(row.seconds)):
         sent = "" if row.bytes_between_hosts is None else f"{row.bytes_between_hosts / 1e6:.3f}"
@@ -73,8 +73,8 @@ def main(arguments: list[str]) -> None:
     text = [
         *harness.heading("Two levels", exact.date, harness.command_of("hierarchy", arguments), exact.machine),
         f"2 lab hosts of 2 workers, one thread each; median over {rounds} rounds of the slowest rank's time.", "",
-        *judged, "", f"## {4 * exact.num_parameters / 1e6:.0f} MB of gradients, links of {exact.settings.rate}", "", *rows_of(exact),
-        "", f"## Byte GPT, {lossy.num_parameters / 1e6:.1f} M parameters, links of {lossy.settings.rate} (rho = {RHO:g})", "",
+        *judged, "", f"## {4 * exact.num_parameters / 1e6:.0f} MB of gradients, links of {exact.settings.rate}", "",
+        *rows_of(exact), "", f"## Byte GPT, {lossy.num_parameters / 1e6:.1f} M parameters, links of {lossy.settings.rate} (rho = {RHO:g})", "",
         *rows_of(lossy),
     ]  # fmt: skip
     stem = harness.write("hierarchy", [exact, lossy], text, exact.date, exact.machine, harness.folder_of(options))
