@@ -44,7 +44,8 @@ def claims(exact: CompressStepReport, lossy: CompressStepReport) -> list[str]:
     reached = ratio(limit[LIMIT], limit[COMPRESSED])
     return [
         *harness.table("claim", "target", "measured", "verdict"),
-        f"| bytes between hosts, x the flat ring's, at most | {MOST_BYTES} | {part:.3f} | {harness.verdict(part <= MOST_BYTES)} |",
+        f"| bytes between hosts, x the flat ring's, at most | {MOST_BYTES} | {part:.3f} | "
+        f"{harness.verdict(part <= MOST_BYTES)} |",
         f"| step, x the best flat one ({best}), at least | 1.00 | {speed} | {speed.at_least(1.0, rounds)} |",
         f"| EF PowerSGD 4 between hosts, of the rate without communication, at least | {OF_LIMIT} | {reached} | "
         f"{reached.at_least(OF_LIMIT, lossy.settings.rounds)} |",
@@ -74,7 +75,8 @@ def main(arguments: list[str]) -> None:
         *harness.heading("Two levels", exact.date, harness.command_of("hierarchy", arguments), exact.machine),
         f"2 lab hosts of 2 workers, one thread each; median over {rounds} rounds of the slowest rank's time.", "",
         *judged, "", f"## {4 * exact.num_parameters / 1e6:.0f} MB of gradients, links of {exact.settings.rate}", "",
-        *rows_of(exact), "", f"## Byte GPT, {lossy.num_parameters / 1e6:.1f} M parameters, links of {lossy.settings.rate} (rho = {RHO:g})", "",
+        *rows_of(exact), "",
+        f"## Byte GPT, {lossy.num_parameters / 1e6:.1f} M parameters, links of {lossy.settings.rate} (rho = {RHO:g})", "",
         *rows_of(lossy),
     ]  # fmt: skip
     stem = harness.write("hierarchy", [exact, lossy], text, exact.date, exact.machine, harness.folder_of(options))
