@@ -708,8 +708,11 @@ def test_members_that_name_different_roots_are_told_so(kind: str) -> None:
         except RankMismatch as told:
             assert "root=0" in str(told) and "root=1" in str(told)
             return True
+        finally:
+            all_know.wait()  # else who has returned leaves the job, and that is what the others are told
         return False
 
+    all_know = threading.Barrier(3, timeout=30)
     assert sum(run_jobs(3, program)) >= 2
 
 
