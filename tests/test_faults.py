@@ -289,6 +289,36 @@ def test_a_worker_that_ends_badly_is_lost_to_all_others_within_two_seconds(start
     in_time(2.0, once)
 
 
+def test_a_worker_killed_between_the_halves_of_a_mapped_exchange_is_lost_to_all_others(start: Start) -> None:
+    """The others have mapped its memory, and go on reading it until they know."""
+    script = """
+    from stretto.fabric.mapped import MappedFabric
+    share, uses = MappedFabric.share, []
+
+    def dying(self, *arguments):
+        uses.append(self)
+        if rank == 1 and len(uses) == 3:
+            mark("fault", time.monotonic())
+            os.kill(os.getpid(), signal.SIGKILL)
+        return share(self, *arguments)
+
+    MappedFabric.share = dying
+    model = torch.nn.Linear(500, 500)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    stretto.distribute(model, optimizer, stretto.Strategy(aggregate=stretto.Hierarchy(outer=stretto.AllReduce("ring"))))
+    since = time.monotonic()
+    try:
+        for step in range(100):
+            model(torch.ones(2, 500)).sum().backward()
+            optimizer.step()
+    except stretto.StrettoError as error: note(error, since)
+    """
+    for job in [start(wire, script) for wire in WIRES]:
+        assert job.read("fault") > 0
+        survivors(job, "PeerLost")
+        assert job.wait(1) == -signal.SIGKILL
+
+
 def test_a_worker_killed_in_the_middle_of_large_transfers_is_lost_to_all_others(start: Start) -> None:
     script = """
     since = time.monotonic()

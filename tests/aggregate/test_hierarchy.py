@@ -121,6 +121,36 @@ def test_save_and_load_resume_with_the_same_bits_also_on_other_workers(compress:
     assert_equal_everywhere(run_jobs(3, program, range(6, 7), hosts=["a", "a", "b"]))  # another job: what was left is still said
 
 
+@pytest.mark.parametrize("hosts", [TWO_BY_TWO, ["a", "a", "b"]], ids=str)
+def test_law_5_what_was_handed_out_and_what_hosts_have_left_is_all_that_workers_gave(hosts: list[str]) -> None:
+    """In the mean: over workers for what they gave, over hosts for what is left."""
+
+    def program(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        model = mlp().float()
+        optimizer = start(job, model, two_levels(SIGN), lr=0.0)
+        given, handed_out = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2))
+        for step in range(5):
+            x = data(job.rank, step).float()
+            alone = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+            model(x).square().mean().backward()
+            for (name, parameter), mine in zip(model.named_parameters(), alone, strict=True):
+                assert parameter.grad is not None
+                given[name] += mine
+                handed_out[name] += parameter.grad
+            optimizer.step()
+            optimizer.zero_grad()
+        return given, handed_out, {name: kinds["own residual"] for name, kinds in remembered(model).items()}
+
+    results = run_jobs(len(hosts), program, hosts=hosts)
+    for name, handed_out in results[0][1].items():
+        given = torch.stack([given[name] for given, _, _ in results]).mean(0)
+        kept = [residuals[name] for _, _, residuals in results if name in residuals]
+        assert len(kept) == len(set(hosts))  # one worker of each host keeps it
+        left = torch.stack(kept).mean(0)
+        torch.testing.assert_close(handed_out + left, given, rtol=1e-4, atol=1e-5)
+        assert left.numel() == 1 or float(left.abs().max()) > 0  # one number is its own sign and scale
+
+
 @pytest.mark.parametrize("compress", [EF21(TopK(0.3)), DGC(0.1, warm_up=()), SIGN], ids=repr)
 def test_a_checkpoint_is_loaded_by_as_many_workers_on_other_hosts(compress: Compression, tmp_path: Path) -> None:
     """What a worker kept is another worker's there."""

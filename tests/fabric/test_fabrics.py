@@ -130,6 +130,24 @@ def test_where_one_cannot_make_the_memory_all_use_the_wire(
     assert len(fired) == 1 and "No space left" in caplog.text
 
 
+def test_a_fabric_is_kept_for_other_vectors_as_long_as_they_can_be_mapped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def program(job: Job) -> str:
+        first = choose_fabric(job.world, job.peers, AREAS)
+        assert choose_fabric(job.world, job.peers, AREAS[:2], former=first) is first
+        job.barrier()
+        monkeypatch.setattr(mapped_module, "OwnMapping", refuse)
+        return choose_fabric(job.world, job.peers, AREAS, former=first).name
+
+    def refuse(num_bytes: int, of_all: int) -> OwnMapping:
+        raise OSError(12, "Cannot allocate memory")
+
+    with caplog.at_level(logging.INFO, "stretto"):
+        assert run_jobs(2, program) == ["our wire"] * 2
+    assert "Cannot allocate memory" in caplog.text
+
+
 def test_an_offer_that_cannot_be_mapped_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(job: Job) -> str:
         with pytest.raises(CannotMap) as refused:

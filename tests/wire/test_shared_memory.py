@@ -23,7 +23,8 @@ from stretto.wire import tcp as tcp_module
 from stretto.wire.base import Handle, Tag
 from stretto.wire.framed import SHARED_FROM_BYTES, FramedWire
 from stretto.wire.frames import HEADER_BYTES
-from stretto.wire.shared_memory import COOKIE_BYTES, GRAIN_BYTES, LEAST_BYTES, OUTBOX_BYTES, Allowance, Inbox, Offer, Outbox
+from stretto.wire.mapping import COOKIE_BYTES
+from stretto.wire.shared_memory import GRAIN_BYTES, LEAST_BYTES, OUTBOX_BYTES, Allowance, Inbox, Offer, Outbox
 from stretto.wire.tcp import TcpWire
 from wire.contract import Meeting, body, progress_until, receive
 from wire.socket_world import Make, connect_all, peer_of, socket_world, tcp, wires_of, zeromq

@@ -187,7 +187,7 @@ def turns_of(compression: Compression, vectors: Vectors) -> dict[str, Turn]:
 
 
 def alternate(turns: dict[str, Turn], settings: CompressSettings) -> dict[str, list[float]]:
-    """As many rounds as were asked for, or as the limit allows."""
+    """The seconds of each contender in each round; fewer rounds than were asked for if they would take longer than the limit."""
     for _ in range(WARM_UP):
         begin = time.perf_counter()
         take_turns(list(turns.values()), 1)

@@ -25,15 +25,16 @@ def choose_fabric(
     what was chosen for other vectors before, and is used on if it can be.
 
     The first member says in the log what was chosen, and why."""
-    if former is not None and _can_go_on(former, areas):
+    why_not = None if former is None else _problem_with(former, areas)
+    if former is not None and why_not is None:
         return former
     if group.size == 1:
         return _prepared(ByWire(group), areas)
     members = [peers[rank] for rank in group.ranks]
     fabric: Fabric | None = None
     why = "asked for"
-    if former is not None:
-        why = "there is too little memory for the new vectors"
+    if why_not is not None:
+        why = why_not
     elif mapped:
         fabric, why = _try_mapped(group, members, areas)
     fabric = fabric or _prepared(ByWire(group), areas)
@@ -42,12 +43,13 @@ def choose_fabric(
     return fabric
 
 
-def _can_go_on(former: Fabric, areas: Sequence[Area]) -> bool:
+def _problem_with(former: Fabric, areas: Sequence[Area]) -> str | None:
+    """Why a fabric cannot be used for these vectors; None: it is ready for them."""
     try:
         former.prepare(areas)
-        return True
-    except CannotMap:
-        return False
+        return None
+    except CannotMap as problem:
+        return str(problem)
 
 
 def _try_mapped(group: Group, members: Sequence[Peer], areas: Sequence[Area]) -> tuple[Fabric | None, str]:

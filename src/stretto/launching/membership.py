@@ -1,4 +1,4 @@
-"""Who is in the job: the machine that introduces workers (`protocol/machine.py`), without a socket, a clock or a thread.
+"""How workers are introduced to each other: a state machine (`protocol/machine.py`) without a socket, a clock or a thread.
 
     worker -> coordinator      Join, Ask, Leave
     launcher -> coordinator    Ended (a worker that the others need not wait for)

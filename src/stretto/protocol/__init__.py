@@ -1,4 +1,4 @@
-"""Who agrees with whom, and how: protocols as state machines without input or output.
+"""Protocols between workers, written as state machines without input or output.
 
     machine    the contract: events in, actions out
     loop       drives machines over a wire, in the communication thread

@@ -1,4 +1,4 @@
-"""Who runs, and what time it is, in a `virtual_world`: one rank at a time, and a clock that jumps from event to event.
+"""The scheduler and the clock of a `virtual_world`: one rank runs at a time, and the clock jumps from event to event.
 
 A rank has the *baton* until it waits, ends or is killed; the next is drawn, by the seed, among those that can go on. When nobody
 can, the clock jumps to the next event. Everything is under one lock.

@@ -86,7 +86,7 @@ def map_offered(offer: MappingOffer, *, writable: bool = False) -> NDArray[np.ui
     size = COOKIE_BYTES + offer.num_bytes
     descriptor = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        _check(os.fstat(descriptor), size)
+        check_file(os.fstat(descriptor), size)
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
             raise ValueError("its file can still be shortened")
         mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
@@ -104,7 +104,7 @@ def _refuse_too_much(size: int) -> None:
 
 
 def _free_bytes() -> int:
-    """Of the machine, or of this process's control group (version 2) if that allows less."""
+    """Bytes of memory that are free on this machine, or in this process's control group (version 2) if that allows less."""
     meminfo = Path("/proc/meminfo").read_text()
     free = [1024 * int(kilobytes) for kilobytes in re.findall(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)]
     with contextlib.suppress(OSError, ValueError):  # "max", or none of it is to be seen here
@@ -115,7 +115,8 @@ def _free_bytes() -> int:
     return max(0, min(free, default=0))
 
 
-def _check(status: os.stat_result, size: int) -> None:
+def check_file(status: os.stat_result, size: int) -> None:
+    """Raise ValueError unless it is a regular file of this user alone, of that size."""
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("not a regular file")
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600:

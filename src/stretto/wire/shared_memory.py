@@ -27,7 +27,6 @@ import mmap
 import os
 import re
 import secrets
-import stat
 import tempfile
 from pathlib import Path
 
@@ -35,7 +34,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-COOKIE_BYTES = 64  # also keeps grains aligned to cache lines
+from stretto.wire.mapping import COOKIE_BYTES, check_file
+
 GRAIN_BYTES = 64 << 10
 OUTBOX_BYTES = 8 << 20  # four segments of 2 MiB
 LEAST_BYTES = 1 << 20  # less would carry so few messages that it is not worth a file
@@ -163,7 +163,7 @@ class Inbox:
         follow = 0 if re.fullmatch(r"/proc/\d+/fd/\d+", offer.path) else os.O_NOFOLLOW
         descriptor = os.open(offer.path, os.O_RDWR | follow | os.O_CLOEXEC)
         try:
-            _check_file(os.fstat(descriptor), size)
+            check_file(os.fstat(descriptor), size)
             self._map = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)
@@ -190,15 +190,6 @@ def _make_file(directory: Path) -> tuple[int, str | None]:
         if isinstance(problem, OSError) and problem.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
     return tempfile.mkstemp(prefix="stretto-", dir=directory)
-
-
-def _check_file(status: os.stat_result, size: int) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("not a regular file")
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600:
-        raise ValueError("owned by somebody else, or not mode 0600")
-    if status.st_size != size:
-        raise ValueError(f"{status.st_size} bytes long instead of {size}")
 
 
 def _arena(mapped: mmap.mmap) -> NDArray[np.uint8]:

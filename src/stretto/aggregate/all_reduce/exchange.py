@@ -55,10 +55,12 @@ def side_by_side(exchanges: Iterable[UnderWay]) -> UnderWay:
     failure: Exception | None = None
     for exchange in exchanges:
         try:
-            waiting += [(exchange, pending) for pending in (next(exchange, None),) if pending is not None]
+            first = next(exchange, None)
         except Exception as error:
             failure = error
             break
+        if first is not None:
+            waiting.append((exchange, first))
     while waiting:
         exchange, pending = waiting.popleft()
         try:

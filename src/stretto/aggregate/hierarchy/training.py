@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -152,8 +151,9 @@ class SynchronousHierarchy(SynchronousAllReduce):
         channel, nothing = self._setting.channel, torch.empty(0, dtype=torch.uint8, device="cpu")
         this_round, name = (channel, self._round & 0xFFFFFFFF), (channel, self._sequence & 0xFFFFFFFF)
         self._hosts.within.part_of = self._hosts.across.part_of = this_round
-        meet = partial(self._job.world.start, Kind.BARRIER, nothing, "dissemination")
-        self._meeting = meet(name=name, label=self._label, part_of=this_round)
+        self._meeting = self._job.world.start(
+            Kind.BARRIER, nothing, "dissemination", name=name, label=self._label, part_of=this_round
+        )
 
     def _receive(self) -> None:
         try:
