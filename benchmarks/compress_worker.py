@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 import torch
-from step_models import Workload, gpt, workloads
+from step_models import Workload, gpt, gpt2, workloads
 from step_worker import DDP, DDP_FP16, LIMIT, TrainedModel, alternate, device_of, take_part
 
 from stretto.bench.machine import MachineInfo, describe
@@ -57,6 +57,8 @@ class CompressStepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def workload_of(settings: CompressStepSettings) -> Workload:
+    if settings.model == "gpt2":
+        return gpt2(settings.rows, settings.length)
     if settings.model != "gpt":
         return workloads()[settings.model]
     return gpt("", settings.width, 6, settings.depth, settings.rows, settings.length)

@@ -87,6 +87,20 @@ def gpt(text: str, width: int, heads: int, depth: int, batch: int, length: int) 
     return Workload(text, lambda: Gpt(width, heads, depth, length), lambda: torch.randint(256, (batch, length)), next_byte)
 
 
+def gpt2(rows: int, length: int) -> Workload:
+    """Hugging Face's, with random weights: nothing is downloaded."""
+    return Workload(
+        f"GPT-2, 124 M parameters, batch {rows} x {length}", _hugging_face_gpt2, lambda: torch.randint(50257, (rows, length)),
+        lambda model, tokens: model(tokens, labels=tokens).loss,
+    )  # fmt: skip
+
+
+def _hugging_face_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # not a dependency of ours
+
+    return GPT2LMHeadModel(GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False))
+
+
 def workloads(*, large: bool = False) -> dict[str, Workload]:
     """By name. `large`: for a GPU, the GPT has more than 100 M parameters."""
     small_gpt = gpt("byte-level GPT, 2.8 M parameters, batch 4 x 64", 192, 6, 6, 4, 64)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import stretto
 from stretto.launching import spawn
@@ -289,9 +290,18 @@ def test_a_worker_that_ends_badly_is_lost_to_all_others_within_two_seconds(start
     in_time(2.0, once)
 
 
-def test_a_worker_killed_between_the_halves_of_a_mapped_exchange_is_lost_to_all_others(start: Start) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]),
+    ],
+)
+def test_a_worker_killed_between_the_halves_of_a_mapped_exchange_is_lost_to_all_others(start: Start, device: str) -> None:
     """The others have mapped its memory, and go on reading it until they know."""
-    script = """
+    script = (
+        f"    device = {device!r}\n"
+        + """
     from stretto.fabric.mapped import MappedFabric
     share, uses = MappedFabric.share, []
 
@@ -303,19 +313,25 @@ def test_a_worker_killed_between_the_halves_of_a_mapped_exchange_is_lost_to_all_
         return share(self, *arguments)
 
     MappedFabric.share = dying
-    model = torch.nn.Linear(500, 500)
+    model = torch.nn.Linear(500, 500).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     stretto.distribute(model, optimizer, stretto.Strategy(aggregate=stretto.Hierarchy(outer=stretto.AllReduce("ring"))))
     since = time.monotonic()
     try:
         for step in range(100):
-            model(torch.ones(2, 500)).sum().backward()
+            model(torch.ones(2, 500, device=device)).sum().backward()
             optimizer.step()
     except stretto.StrettoError as error: note(error, since)
+    dead = uses[-1]._given[1][0]
+    mark(f"readable{rank}", [dead.device.type, dead.double().sum().item()])
     """
+    )
     for job in [start(wire, script) for wire in WIRES]:
         assert job.read("fault") > 0
         survivors(job, "PeerLost")
+        for rank in (0, 2):
+            kind, total = job.read(f"readable{rank}")
+            assert kind == device and total != 0.0
         assert job.wait(1) == -signal.SIGKILL
 
 

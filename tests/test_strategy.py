@@ -13,15 +13,17 @@ from torch import nn
 from laws.strategies import EVERY_ALGORITHM, STRATEGIES
 from stretto import recipes
 from stretto.aggregate.all_reduce import AllReduce
+from stretto.aggregate.hierarchy import Hierarchy
 from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
+from stretto.compress.int8 import Int8
 from stretto.compress.none import NoCompression
 from stretto.distributing import distribute, engine_of
 from stretto.errors import ConfigurationError
 from stretto.job import Job
 from stretto.parsing import parse
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
-from stretto.strategy import Strategy
+from stretto.strategy import ON_GPUS, Strategy, _is_on_gpus
 from stretto.testing import run_jobs
 
 ALL = list(dict.fromkeys([*STRATEGIES, *EVERY_ALGORITHM]))
@@ -118,3 +120,25 @@ def test_a_strategy_of_the_launcher_that_cannot_be_read_is_an_error_of_every_wor
             distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), job=job)
 
     run_jobs(2, program)
+
+
+def test_on_gpus_the_default_keeps_gradients_there_and_nothing_else_is_changed() -> None:
+    assert Strategy()._for_gpus() == Strategy(aggregate=Hierarchy(), schedule=ON_GPUS)
+    assert Strategy(schedule=WaitFree())._for_gpus() == Strategy(aggregate=Hierarchy(), schedule=WaitFree())
+    for asked in (Strategy(aggregate=AllReduce("ring")), Strategy(compress=Int8()), Strategy(aggregate=Hierarchy())):
+        assert asked._for_gpus() == asked
+
+
+def test_only_models_on_gpus_of_workers_that_share_a_host_are_trained_so() -> None:
+    class OnGpu(nn.Parameter):
+        is_cuda = True
+
+    here, there = nn.Linear(2, 2), nn.Linear(2, 2)
+    there.weight = OnGpu(there.weight.data)
+
+    def program(job: Job) -> tuple[bool, bool]:
+        return _is_on_gpus(here, job), _is_on_gpus(there, job)
+
+    assert run_jobs(2, program) == [(False, True)] * 2
+    assert run_jobs(2, program, hosts=["a", "b"]) == [(False, False)] * 2
+    assert run_jobs(3, program, hosts=["a", "b", "a"]) == [(False, True)] * 3

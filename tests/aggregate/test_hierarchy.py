@@ -384,7 +384,7 @@ def test_parameters_that_change_again_and_again_take_no_more_channels() -> None:
 def test_the_log_says_what_was_chosen_inside_a_host(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "stretto"):
         run_jobs(4, train, two_levels(), [0, 1, 2, 3], 1, hosts=TWO_BY_TWO)
-    lines = sorted(line for line in caplog.messages if "combine through" in line)
+    lines = sorted(line for line in caplog.messages if "combine what" in line)
     assert len(lines) == 2 and all("mapped host memory" in line for line in lines)
 
 

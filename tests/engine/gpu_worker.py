@@ -30,11 +30,11 @@ def gradients_of_three_steps(texts: list[str], device: str, bad_step: int = -1) 
     return found
 
 
-def different_ways(device: str) -> str:
+def different_ways(device: str, strategy: str) -> str:
     """What a worker is told when rank 1 is at a barrier and the others are in backward."""
     job = stretto.init()
     model = _model().to(device)
-    stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
     x = torch.ones(4, 6, device=device)
     torch.autograd.backward(model(x).pow(2).mean())
     try:

@@ -43,7 +43,9 @@ def test_a_bad_gradient_on_a_gpu_is_everybodys() -> None:
         assert all(value == value for value in worker[texts[0]][2])
 
 
-def test_a_backward_that_waits_in_a_thread_of_autograds_is_found_out_too() -> None:
-    for text in launch(different_ways, 2, "cuda", timeout_s=60):
-        assert "rank 0: all_reduce(" in text and "rank 1: barrier(" in text
+@pytest.mark.parametrize(("strategy", "where"), [(f"Strategy({RING})", "all_reduce("), ("Strategy()", "for gradients")])
+def test_a_backward_that_waits_in_a_thread_of_autograds_is_found_out_too(strategy: str, where: str) -> None:
+    for text in launch(different_ways, 2, "cuda", strategy, timeout_s=60):
+        lines = text.splitlines()
+        assert any("rank 0: " in line and where in line for line in lines) and any("rank 1: barrier(" in line for line in lines)
         assert text.count("gpu_worker.py:") == 2

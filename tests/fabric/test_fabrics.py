@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from stretto.aggregate.all_reduce.compression_thread import CompressionThread
 from stretto.collectives.group import Group
 from stretto.errors import PeerLost, RankMismatch
 from stretto.fabric import mapped as mapped_module
-from stretto.fabric.base import Area, Fabric, Steps
+from stretto.fabric.base import Area, Fabric, FabricUnavailable, Steps
 from stretto.fabric.by_wire import ByWire
 from stretto.fabric.choose import choose_fabric
-from stretto.fabric.mapped import CannotMap, MappedFabric
+from stretto.fabric.mapped import MappedFabric
+from stretto.fabric.native import NativeFabric
 from stretto.job import Job
 from stretto.testing import run_jobs
 from stretto.wire.mapping import OwnMapping, map_offered
 
-KINDS = [MappedFabric, ByWire]
+CPU = torch.device("cpu")
+
+
+def gloo(group: Group) -> NativeFabric:
+    return NativeFabric(group, CPU, "gloo")
+
+
+KINDS = [MappedFabric, ByWire, gloo]
 AREAS = [
     Area(1000, torch.float32),
     Area(1000, torch.float64, owner=1),
@@ -44,21 +54,31 @@ def values(area: Area, rank: int, turn: int) -> Tensor:
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_share_is_the_sum_and_what_is_made_of_it_reaches_everybody(kind: Callable[[Group], Fabric], size: int) -> None:
+    def use(job: Job, fabric: Fabric, number: int, turn: int) -> Steps:
+        area = AREAS[number]
+        flat = values(area, job.rank, turn)
+        total = sum((values(area, rank, turn) for rank in range(size)), torch.zeros((), dtype=area.dtype))
+        start, stop = area.share(job.rank, size)
+        yield from fabric.sum(number, flat, 0.5, len(AREAS) * turn + number, "")
+        assert torch.equal(2 * flat[start:stop], total[start:stop])
+        flat[start:stop] *= 4
+        yield from fabric.share(number, flat, len(AREAS) * turn + number, "")
+        assert torch.equal(flat, 2 * total)
+        finished.append(turn)
+
     def program(job: Job) -> None:
-        group, fabric = job.world, kind(job.world)
+        fabric, thread = kind(job.world), CompressionThread()
         fabric.prepare(AREAS)
         for turn in range(3):
-            for number, area in enumerate(AREAS):
-                flat = values(area, job.rank, turn)
-                total = sum((values(area, rank, turn) for rank in range(size)), torch.zeros((), dtype=area.dtype))
-                start, stop = area.share(group.rank, size)
-                drive(fabric.sum(number, flat, 0.5, len(AREAS) * turn + number, ""))
-                assert torch.equal(2 * flat[start:stop], total[start:stop])
-                flat[start:stop] *= 4
-                drive(fabric.share(number, flat, len(AREAS) * turn + number, ""))
-                assert torch.equal(flat, 2 * total)
+            order = random.Random(10 * turn + job.rank).sample(range(len(AREAS)), len(AREAS))
+            for exchange in [thread.submit(use(job, fabric, number, turn), CPU) for number in order]:
+                exchange.wait()
+        thread.stop()
+        fabric.close()
 
+    finished: list[int] = []
     run_jobs(size, program)
+    assert len(finished) == 3 * size * len(AREAS)
 
 
 def test_shares_cover_an_area_once() -> None:
@@ -109,8 +129,9 @@ def chosen(job: Job) -> str:
 def test_mapped_memory_is_chosen_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "stretto"):
         assert run_jobs(3, chosen) == ["mapped host memory"] * 3
-    (line,) = [record.getMessage() for record in caplog.records if "combine through" in record.getMessage()]
-    assert line == "the 3 workers of a host (ranks [0, 1, 2]) combine through mapped host memory: they see each other's memory"
+    (line,) = [record.getMessage() for record in caplog.records if "combine what" in record.getMessage()]
+    workers = "the 3 workers of a host (ranks [0, 1, 2]) combine what lies on cpu"
+    assert line == f"{workers} through mapped host memory: they see each other's memory"
 
 
 def test_where_one_cannot_make_the_memory_all_use_the_wire(
@@ -150,7 +171,7 @@ def test_a_fabric_is_kept_for_other_vectors_as_long_as_they_can_be_mapped(
 
 def test_an_offer_that_cannot_be_mapped_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(job: Job) -> str:
-        with pytest.raises(CannotMap) as refused:
+        with pytest.raises(FabricUnavailable) as refused:
             MappedFabric(job.world).prepare(AREAS)
         return str(refused.value)
 

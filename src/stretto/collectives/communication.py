@@ -40,7 +40,8 @@ class CommunicationThread:
         self._thread.start()
 
     def start(self, request: Request, ready: Callable[[], bool] | None = None) -> Pending:
-        """Begin a collective; with `ready`, once that returns True (it is asked often, in the communication thread)."""
+        """Begin a collective; with `ready`, once that returns True (it is asked often, in the communication thread), or once the
+        collective cannot succeed: what a GPU is doing for it may never end without the peer that was lost."""
         pending = Pending(request, watch=self.communicator.watch)
         pending.ready = ready
         if self._broken is not None:
@@ -86,7 +87,7 @@ class CommunicationThread:
         for pending in list(self._unready):
             if self._waits_in_vain(pending):
                 self._unready.remove(pending)
-            elif pending.ready is None or pending.ready():
+            elif pending.ready is None or pending.ready() or self.communicator.failures.refuse(pending.request) is not None:
                 self.communicator.begin(pending)
                 self._unready.remove(pending)  # only now: if beginning it fails, it must be among those that are told so
 

@@ -56,7 +56,9 @@ class Bucket:
         count, tail = self.num_gradient_elements, self._tail_elements
         self.flat = torch.zeros(count + tail, dtype=dtype, device=device)
         self.views = _views(self.flat, self.parameters)
-        self.tail = torch.zeros(tail, dtype=dtype, device="cpu") if self._tail_on_host else self.flat[count:]
+        self.tail = self.flat[count:]
+        if self._tail_on_host:
+            self.tail = torch.zeros(tail, dtype=dtype, device="cpu", pin_memory=True)
         self.on_wire = _alias(self.flat)
         self._references = list(map(sys.getrefcount, self.views))
         self._users = _num_users(self.flat)

@@ -9,7 +9,8 @@ that yield collectives under way and are resumed when these have ended. They com
 them. `number` counts the uses of a fabric, the same on all members.
 
 An *area* is one flat vector, used once in every round. Its shares are equal parts, or all of it belongs to one `owner`: a codec
-that keeps state by parameter cannot cut one in two.
+that keeps state by parameter cannot cut one in two. Members begin areas in any order and resume each when its collective has
+ended: a fabric may hold back the sharing of one until the sum of every other has begun.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from stretto.collectives.plan import chunk_start
 from stretto.collectives.request import Pending
+from stretto.errors import StrettoError
 
 Steps = Generator[Pending, None, None]
 
@@ -34,6 +36,7 @@ class Area:
     num_elements: int
     dtype: torch.dtype
     owner: int | None = None
+    device: torch.device = torch.device("cpu")
 
     def share(self, member: int, size: int) -> tuple[int, int]:
         """First element and last + 1 of what this member of `size` combines."""
@@ -44,6 +47,10 @@ class Area:
     @property
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
+
+
+class FabricUnavailable(StrettoError):
+    """The workers of a host cannot use a fabric; the text says why. Raised on all of them."""
 
 
 class Fabric(ABC):
@@ -63,3 +70,6 @@ class Fabric(ABC):
     @abstractmethod
     def share(self, area: int, flat: Tensor, number: int, label: str) -> Steps:
         """End it: give everybody what each member has made of its share."""
+
+    def close(self) -> None:  # noqa: B027  # most have nothing to close
+        """It is used no longer."""

@@ -49,7 +49,8 @@ class ThreadedExchange:
 
     @property
     def arrived(self) -> bool:
-        return self.done and self.error is None
+        on_gpu = self.finished is None or bool(self.finished.query())  # type: ignore[no-untyped-call]
+        return self.done and self.error is None and on_gpu
 
     def end(self, error: BaseException | None) -> None:
         self.error = error

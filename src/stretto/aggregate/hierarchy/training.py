@@ -42,6 +42,7 @@ from stretto.compress.state import CompressionState
 from stretto.engine.training import Named, Participation, Setting, TensorsByName, TrainingState
 from stretto.fabric.base import Area, Fabric
 from stretto.fabric.choose import choose_fabric
+from stretto.fabric.per_device import devices_of
 from stretto.job import Job
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class SynchronousHierarchy(SynchronousAllReduce):
         self._hosts = Hosts(job)
         self._owners: dict[str, int] = {}  # parameter -> the place on each host of the worker that speaks for it
         self._fabric: Fabric | None = None
+        self._devices: list[torch.device] = []  # that the fabric was chosen for
         self._pieces: dict[ReducedBucket, list[tuple[int, Area]]] = {}
         self._first_area: dict[ReducedBucket, int] = {}
         self._meeting: Pending | None = None  # of all workers, in the round under way
@@ -91,13 +93,19 @@ class SynchronousHierarchy(SynchronousAllReduce):
         self.placement = f"hosts {self._hosts.numbers}, owners {zlib.crc32(repr(sorted(self._owners.items())).encode()):08x}"
         if self.engaged and self._job.world_size > 1:
             self._broadcast(f" to arrange them{self._label}", torch.zeros(1, device="cpu"))  # all have the same, or find out
-            mapped = _hierarchy_of(self._strategy).inner.algorithm != "ring"
             self._pieces = {bucket: self._cut(bucket) for bucket in buckets}
             self._first_area = dict(zip(buckets, accumulate([0, *map(len, self._pieces.values())]), strict=False))
-            areas = [area for pieces in self._pieces.values() for _, area in pieces]
-            self._fabric = choose_fabric(self._hosts.within, self._job.peers, areas, mapped=mapped, former=self._fabric)
-            self._channels |= self._fabric.channels
+            self._choose_fabric([area for pieces in self._pieces.values() for _, area in pieces])
         return buckets
+
+    def _choose_fabric(self, areas: Sequence[Area]) -> None:
+        if self._fabric is not None and devices_of(areas) != self._devices:
+            self._fabric.close()
+            self._fabric = None
+        self._devices = devices_of(areas)
+        by_wire = _hierarchy_of(self._strategy).inner.algorithm == "ring"
+        self._fabric = choose_fabric(self._hosts.within, self._job.peers, areas, by_wire=by_wire, former=self._fabric)
+        self._channels |= self._fabric.channels
 
     def _make_buckets(self, dense: Sequence[Named]) -> list[ReducedBucket]:
         self._share_out(dense)
@@ -130,12 +138,15 @@ class SynchronousHierarchy(SynchronousAllReduce):
 
     def _cut(self, bucket: ReducedBucket) -> list[tuple[int, Area]]:
         """The pieces of a bucket that go their ways side by side, so that one is added up while another is on the network: where
-        each begins, and how it is shared out. What is compressed stays in one piece."""
+        each begins, and how it is shared out. What is compressed stays in one piece, and so does what lies on a GPU, which adds
+        it up in no time but takes a meeting for each piece."""
+        owner, device = self._owner(bucket), bucket.flat.device
         if bucket.state is not None:
-            return [(0, Area(bucket.num_gradient_elements, torch.float32, self._owner(bucket)))]
+            return [(0, Area(bucket.num_gradient_elements, torch.float32, owner, device))]
         count, dtype = len(bucket.on_wire), bucket.on_wire.dtype
-        most = max(PIECE_BYTES // dtype.itemsize, -(-count // MOST))
-        return [(begin, Area(min(most, count - begin), dtype, self._owner(bucket))) for begin in range(0, max(1, count), most)]
+        most = max(PIECE_BYTES // dtype.itemsize, -(-count // MOST)) if device.type == "cpu" else max(1, count)
+        begins = range(0, max(1, count), most)
+        return [(begin, Area(min(most, count - begin), dtype, owner, device)) for begin in begins]
 
     def _is_mine(self, bucket: ReducedBucket) -> bool:
         return self._owner(bucket) == self._hosts.within.rank
@@ -160,8 +171,15 @@ class SynchronousHierarchy(SynchronousAllReduce):
             super()._receive()
             if self._meeting is not None:
                 self._meeting.wait()
+            for device in {bucket.flat.device for bucket in self.buckets if bucket.notes_on_host}:
+                torch.cuda.current_stream(device).synchronize()
         finally:
             self._meeting = None
+
+    def close(self) -> None:
+        super().close()
+        if self._fabric is not None:
+            self._fabric.close()
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
@@ -176,13 +194,13 @@ class SynchronousHierarchy(SynchronousAllReduce):
             yield from self._driver.drive(self._steps(bucket, values), number, label)
             return
         if notes:
-            values[-len(bucket.tail) :].copy_(bucket.tail)
+            values[-len(bucket.tail) :].copy_(bucket.tail, non_blocking=True)
         yield from side_by_side(
             self._combine_piece(fabric, bucket, values[begin : begin + area.num_elements], area, piece, number, label)
             for piece, (begin, area) in enumerate(self._pieces[bucket])
         )
         if notes:
-            bucket.tail.copy_(values[-len(bucket.tail) :])
+            bucket.tail.copy_(values[-len(bucket.tail) :], non_blocking=True)  # `_receive` waits for it
 
     def _combine_piece(
         self, fabric: Fabric, bucket: ReducedBucket, values: Tensor, area: Area, piece: int, number: int, label: str

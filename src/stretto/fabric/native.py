@@ -1,0 +1,197 @@
+"""A fabric of torch's own collectives: NCCL, where every worker of a host has a GPU of its own.
+
+equal parts      reduce-scatter, all-gather
+unequal parts    all-reduce, twice: the second time with zeros in place of the others' shares
+an owner         reduce to it, broadcast from it
+
+gloo, which runs the same code on CPUs, cannot be asked whether a reduce-scatter has ended; there it is an all-reduce.
+
+torch's collectives have no names: members must begin them in one order, while buckets are full in any. So an operation waits in
+line: all sums of a round in the order of their areas, then all shares. Within a host sharing is fast, and little is lost by
+beginning it when backward has ended.
+
+Members meet before each operation and after it: the second meeting begins when the operation has ended here. torch does not say
+which peer was lost, and on a GPU waits for a lost one for ever, while one that is only late must be waited for as long as the job
+allows. Meetings have the job's deadlines, and fail with `PeerLost`; then the group is aborted, which ends what the GPU waits for.
+
+NCCL was run with one worker on an H200, where two cannot have a GPU each; gloo with up to seven. What NCCL does when a member is
+killed has not been seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, Store, TCPStore
+
+from stretto.collectives.calls import gather_object
+from stretto.collectives.group import Group
+from stretto.collectives.plan import Kind
+from stretto.errors import WireError
+from stretto.fabric.base import Area, Fabric, FabricUnavailable, Steps
+
+BACKENDS = {"nccl": "ProcessGroupNCCL", "gloo": "ProcessGroupGloo"}
+HERE = "127.0.0.1"
+
+
+class NativeFabric(Fabric):
+    """See the module's text. All members make it together; raises `FabricUnavailable` on all if one cannot."""
+
+    def __init__(self, group: Group, device: torch.device, backend: str = "nccl", timeout_s: float = 60.0) -> None:
+        self.name = backend
+        self._group = group
+        self._device = device
+        self._channel = group.new_channel()
+        self.channels = frozenset({self._channel})
+        self._torch = _connect(group, device, backend, timedelta(seconds=timeout_s))
+        self._broken: BaseException | None = None
+        self._areas: Sequence[Area] = ()
+        self._in_line: dict[int, _Operation] = {}  # by place: its area for a sum, behind all areas for a share
+        self._next = 0
+
+    def prepare(self, areas: Sequence[Area]) -> None:
+        self._areas, self._in_line, self._next = areas, {}, 0
+
+    def sum(self, area: int, flat: Tensor, scale: float, number: int, label: str) -> Steps:
+        if scale != 1.0:
+            flat.mul_(scale)
+        mine = _real(flat[slice(*self._areas[area].share(self._group.rank, self._group.size))])
+        whole, owner, out = _real(flat), self._areas[area].owner, None
+        if owner is not None:
+            begin = partial(self._torch.reduce, [whole], _root(dist.ReduceOptions(), owner))
+        elif len(whole) % self._group.size or not flat.is_cuda:
+            begin = partial(self._torch.allreduce, [whole])
+        else:
+            out = torch.empty_like(mine)
+            begin = partial(self._torch._reduce_scatter_base, out, whole, dist.ReduceScatterOptions())
+        yield from self._run(area, begin, 4 * number, label)
+        if out is not None:
+            mine.copy_(out)
+
+    def share(self, area: int, flat: Tensor, number: int, label: str) -> Steps:
+        start, stop = self._areas[area].share(self._group.rank, self._group.size)
+        whole, owner = _real(flat), self._areas[area].owner
+        if owner is not None:
+            begin = partial(self._torch.broadcast, [whole], _root(dist.BroadcastOptions(), owner))
+        elif len(whole) % self._group.size:
+            flat[:start].zero_()
+            flat[stop:].zero_()
+            begin = partial(self._torch.allreduce, [whole])
+        else:
+            begin = partial(self._torch._allgather_base, whole, _real(flat[start:stop]).clone(), AllgatherOptions())
+        yield from self._run(len(self._areas) + area, begin, 4 * number + 2, label)
+
+    def close(self) -> None:
+        if self._broken is None:
+            self._broken = WireError("the job has left it")
+            with contextlib.suppress(RuntimeError):
+                self._torch.shutdown()
+
+    def _run(self, place: int, begin: Callable[[], dist.Work], sequence: int, label: str) -> Steps:
+        if self._broken is not None:
+            raise WireError(f"the workers of this host cannot combine through {self.name} any more: {self._broken}")
+        try:
+            yield from self._meet(sequence, label)
+            operation = self._in_line[place] = _Operation(begin, self._device, alone=self._group.size == 1)
+            while self._next in self._in_line:
+                self._in_line.pop(self._next).start()
+                self._next = (self._next + 1) % (2 * len(self._areas))
+            yield from self._meet(sequence + 1, label, operation.has_ended)
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    def _meet(self, sequence: int, label: str, ready: Callable[[], bool] | None = None) -> Steps:
+        if self._group.size > 1:
+            nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+            name, label = (self._channel, sequence & 0xFFFFFFFF), f"{label}, in {self.name}"
+            yield self._group.start(Kind.BARRIER, nothing, "dissemination", name=name, label=label, ready=ready)
+
+    def _abort(self, error: BaseException) -> None:
+        if self._broken is None:
+            self._broken = error
+            with contextlib.suppress(RuntimeError):
+                self._torch.abort()
+
+
+class _Operation:
+    """One collective of torch's: `begin` begins it, when it is its turn. `alone`: nobody will ask whether it has ended."""
+
+    def __init__(self, begin: Callable[[], dist.Work], device: torch.device, *, alone: bool) -> None:
+        self._begin = begin
+        self._device = device
+        self._alone = alone
+        self._is_done: Callable[[], bool] | None = None
+        self._work: dist.Work | None = None  # torch wants it kept
+
+    def start(self) -> None:
+        self._work = self._begin()
+        if self._device.type == "cuda":
+            self._work.wait()  # the stream waits, not this thread
+            self._is_done = torch.cuda.current_stream(self._device).record_event().query
+        else:
+            self._is_done = self._work.is_completed
+            if self._alone:
+                self._work.wait()
+
+    def has_ended(self) -> bool:
+        return self._is_done is not None and self._is_done()
+
+
+def _connect(group: Group, device: torch.device, backend: str, timeout: timedelta) -> Any:
+    """A process group of these workers only, which torch.distributed does not know of: the program's own groups are not touched,
+    and no other worker has to take part. It has been used once, so that all members know that it works."""
+    problem, made = "", None
+    store, port = None, 0
+    if group.rank == 0:
+        store, port = _first_store(timeout)
+    port = gather_object(group, port)[0]
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            store = store or TCPStore(HERE, port, is_master=False, timeout=timeout)
+            made = _made(backend, store, group, timeout)
+            works = made.allreduce([torch.ones(1, device=device)])
+            works.wait()
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+    except (RuntimeError, AttributeError) as error:  # a build of torch without the backend has no such class
+        problem = f"rank {group.ranks[group.rank]}: {error}"
+    problems = [said for said in gather_object(group, problem) if said]
+    if problems:
+        raise FabricUnavailable(f"{backend} does not connect them ({problems[0]})")
+    return made
+
+
+def _made(backend: str, store: Store, group: Group, timeout: timedelta) -> Any:
+    kind: Any = getattr(dist, BACKENDS[backend])
+    if backend == "gloo":
+        return kind(store, group.rank, group.size, timeout=timeout)
+    options = kind.Options()
+    options._timeout = timedelta(days=1)  # torch ends the process after it: our own deadlines come first
+    return kind(store, group.rank, group.size, options)
+
+
+def _first_store(timeout: timedelta) -> tuple[Store, int]:
+    """The first member's, where members find each other; it can be reached from this machine only."""
+    listening = socket.create_server((HERE, 0))
+    port: int = listening.getsockname()[1]
+    store = TCPStore(HERE, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach())
+    return store, port
+
+
+def _root(options: Any, root: int) -> Any:
+    options.rootRank = root
+    return options
+
+
+def _real(flat: Tensor) -> Tensor:
+    """Complex numbers as twice as many real ones, which every backend adds."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
