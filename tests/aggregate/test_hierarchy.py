@@ -17,6 +17,7 @@ from stretto import AllReduce, Hierarchy, Strategy, parse
 from stretto.aggregate.hierarchy import training as hierarchy
 from stretto.aggregate.hierarchy.training import SynchronousHierarchy
 from stretto.checkpoint import load, save
+from stretto.collectives.group import Group
 from stretto.compress.codec import Compression
 from stretto.compress.dgc import DGC
 from stretto.compress.ef21 import EF21
@@ -28,7 +29,9 @@ from stretto.compress.top_k import TopK
 from stretto.distributing import distribute, engine_of, join
 from stretto.engine.training import TensorsByName
 from stretto.errors import BackwardFailed, ConfigurationError, PeerLost, RankMismatch
+from stretto.fabric import choose
 from stretto.fabric.mapped import MappedFabric
+from stretto.fabric.native import NativeFabric
 from stretto.job import Job
 from stretto.plan import auto
 from stretto.plan.choose import Choices
@@ -89,6 +92,27 @@ def test_hosts_whose_workers_have_the_same_data_are_a_job_of_as_many_workers_bit
     both = run_jobs(4, train, two_levels(compress), [0, 0, 1, 1], hosts=TWO_BY_TWO)
     one_each = run_jobs(2, train, two_levels(compress), [0, 1], hosts=["a", "b"])
     assert_equal_everywhere([expected, *both, *one_each])
+
+
+@pytest.mark.parametrize("compress", [NoCompression(), SIGN], ids=repr)
+@pytest.mark.parametrize("hosts", [["a"] * 3, TWO_BY_TWO], ids=str)
+def test_training_over_torchs_collectives_inside_hosts(
+    compress: Compression, hosts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL does it on GPUs."""
+    expected = run_jobs(len(hosts), train, two_levels(compress), list(range(len(hosts))), hosts=hosts)[0]
+    made: list[str] = []
+
+    def gloo(group: Group, members: object, device: torch.device) -> tuple[NativeFabric, str]:
+        made.append("gloo")
+        return NativeFabric(group, device, "gloo"), "as NCCL"
+
+    monkeypatch.setattr(choose, "_fastest", gloo)
+    states = run_jobs(len(hosts), train, two_levels(compress), list(range(len(hosts))), hosts=hosts)
+    assert len(made) == len(hosts)
+    assert_equal_everywhere(states)
+    for name, value in expected.items():
+        torch.testing.assert_close(states[0][name], value)
 
 
 @pytest.mark.parametrize("compress", [SIGN, ErrorFeedback(PowerSGD(2))], ids=repr)
