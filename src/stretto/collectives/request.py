@@ -88,12 +88,20 @@ class Outside:
 
     needs_everybody = True
     members = None  # all of the job
+    part_of = None
+    generation = 0
+    watched = False
+    touched_at = 0.0
 
     def __init__(self, name: Name, belief: str) -> None:
         self.name = name
         self.belief = belief
+        self.failing = False
         self.done = False
         self.error: StrettoError | None = None
+
+    def waiting_for(self) -> list[int]:
+        return []
 
 
 Watch = Callable[["Pending", Callable[[], None]], None]  # makes a thread wait, and keeps an eye on it
@@ -129,6 +137,10 @@ class Pending:
     @property
     def members(self) -> tuple[int, ...] | None:
         return self.request.members
+
+    @property
+    def part_of(self) -> Name | None:
+        return self.request.part_of
 
     @property
     def needs_everybody(self) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
-from stretto.collectives.messages import ProgressReport
+from stretto.collectives.failures import HasFailed
+from stretto.collectives.messages import Name
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import dtype_code
 from stretto.collectives.request import ROOTED, Pending, Request
@@ -52,11 +53,10 @@ class CollectiveRun:
     """One collective in progress on this rank."""
 
     __slots__ = (
-        "accumulators", "answers", "ask_after_s", "asked_at", "asked_since", "belief", "beliefs", "code", "communicator",
-        "confirmed", "counts", "digest", "disputed_at", "eager", "held", "members", "name", "opened", "pending", "places",
-        "probed", "pumping", "ready", "remaining", "request", "schedule", "started_at", "touched_at", "unasked", "unusable",
-        "warned_at",
+        "accumulators", "belief", "code", "communicator", "confirmed", "counts", "digest", "eager", "failing", "held", "members",
+        "name", "opened", "pending", "pumping", "ready", "remaining", "request", "schedule", "touched_at", "unasked", "unusable",
     )  # fmt: skip
+    watched = True
 
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
         request = pending.request
@@ -80,15 +80,20 @@ class CollectiveRun:
         self.unasked: Counter[int] = Counter()  # bytes sent to receivers that have not
         self.unusable: Exception | None = None  # why what arrived could not be taken in
         self.accumulators = communicator.buffers_for(request, self.schedule)
-        self.started_at = self.touched_at = self.warned_at = now
-        self.asked_at: float | None = None  # everybody was asked then, and the verdict is out
-        self.asked_since: float | None = None  # when the silence began in which everybody was asked last
-        self.ask_after_s = 0.0  # how long it must have lasted before they are asked again
-        self.probed = False
-        self.answers: dict[int, ProgressReport] = {}
-        self.disputed_at: float | None = None
-        self.beliefs: dict[int, str] = {}  # what other ranks believe it to be
-        self.places: dict[int, str] = {}  # where each rank was when it heard that ranks disagree
+        self.touched_at = now
+        self.failing = False
+
+    @property
+    def part_of(self) -> Name | None:
+        return self.request.part_of
+
+    @property
+    def generation(self) -> int:
+        return self.request.generation
+
+    @property
+    def needs_everybody(self) -> bool:
+        return self.request.needs_everybody
 
     def pump(self) -> None:
         """Start every task that may start. Tasks that finish at once make others ready, hence the loop, not recursion."""
@@ -103,7 +108,7 @@ class CollectiveRun:
         except Exception as error:
             self.communicator.broke(self.pending, error)
         self.pumping = False
-        if self.remaining == 0 and not self.pending.done and self.disputed_at is None and not self.unconfirmed():
+        if self.remaining == 0 and not self.pending.done and not self.failing and not self.unconfirmed():
             self.communicator.completed(self)
 
     def _start(self, number: int) -> None:
@@ -178,7 +183,7 @@ class CollectiveRun:
             return
         error = handle.error or self.unusable
         if isinstance(error, WireError):
-            self.communicator.failures.transfer_failed(self, error)
+            self.communicator.tell(HasFailed(self, error))
             return
         if error is not None:
             self.communicator.broke(self.pending, error)
