@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from stretto.collectives.failures import FailureAgreement, HasBegun, HasEnded, HasFailed, HeardBelief
-from stretto.collectives.messages import Failed, Name
+from stretto.collectives.failures import FailureAgreement, HasBegun, HasEnded, HasFailed
+from stretto.collectives.messages import ROUNDS, Believes, Failed, Name
+from stretto.collectives.request import Collective
 from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, WireTimeout
 from stretto.protocol.machine import Actions
@@ -43,21 +44,17 @@ KINDS: dict[str, set[type[StrettoError]]] = {
 Verdict = tuple[type[StrettoError], int]
 
 
-@dataclass(eq=False)
-class Part:
+class Part(Collective):
     """One member's part of a collective."""
 
-    name: Name
-    members: tuple[int, ...]
-    belief: str
-    part_of: Name | None
-    others: list[int]
-    touched_at: float
-    failing: bool = False
-    done: bool = False
-    generation: int = 0
-    needs_everybody: bool = True
-    watched: bool = True
+    def __init__(self, name: Name, members: tuple[int, ...], rank: int, belief: str, part_of: Name | None, now: float) -> None:
+        self.name, self.members, self.belief, self.part_of, self.touched_at = name, members, belief, part_of, now
+        self.others = [other for other in members if other != rank]
+        self.done = False
+
+    @property
+    def request(self) -> Part:
+        return self
 
     def waiting_for(self) -> list[int]:
         return self.others
@@ -119,8 +116,8 @@ class Node(FailureAgreement):
         return super().on_view(now, joined, left, generation)
 
     def tables(self) -> list[Any]:
-        own = [self.under_way, self._tickets, self._votes, self.inquiry._silences]
-        return [table for table in (*own, self.disagreement._disputes, self.disagreement._since, self.disagreement._early) if table]
+        own = [self.under_way, self._votes, self.inquiry._silences]
+        return [table for table in (*own, self.disagreement._disputes, self.disagreement._early) if table]
 
 
 class History:
@@ -131,10 +128,10 @@ class History:
         self.size = chance.choice([2, 3, 4, 7])
         self.dying = chance.sample(range(self.size), min(chance.choice([0, 1, 1, 2, 2]), self.size - 1))
         faults = [*self._faults(), *more_kills]
-        self.dying = [fault.node for fault in faults if isinstance(fault, Kill)]
+        self.dying = [*self.dying, *(int(kill.node) for kill in more_kills)]
         self.network = VirtualNetwork(seed=seed, model=MODEL, faults=faults)
         self.spoke: list[tuple[float, int]] = []  # when somebody has said that something has failed
-        self.nodes = [Node(rank, self.size, lambda rank: self.spoke.append((self.network.now, rank))) for rank in range(self.size)]
+        self.nodes = [Node(rank, self.size, self._speaks) for rank in range(self.size)]
         self.parts: dict[tuple[Name, int], Part] = {}
         self.errors: dict[tuple[Name, int], Future[Any]] = {}
         self.members: dict[Name, tuple[int, ...]] = {}
@@ -146,6 +143,9 @@ class History:
             self._plan_stream(channel)
         if chance.random() < 0.3:
             self._plan_ranks_apart(10)
+
+    def _speaks(self, rank: int) -> None:
+        self.spoke.append((self.network.now, rank))
 
     def _faults(self) -> list[Fault]:
         chance = self.chance
@@ -192,14 +192,14 @@ class History:
     def _begin(self, name: Name, rank: int, odd: int) -> None:
         chance, network, wrong, members = self.chance, self.network, self.wrong[name], self.members[name]
         belief = "another" if wrong == "belief" and rank == odd else "one"
-        part = Part(name, members, belief, ROUND if name in self.round else None, [*{*members} - {rank}], network.now)
-        self.parts[name, rank] = part
+        part_of = ROUND if name in self.round else None
+        part = self.parts[name, rank] = Part(name, members, rank, belief, part_of, network.now)
         self.errors[name, rank] = network.request(rank, HasBegun(part))
         at_s = network.now + chance.uniform(0, 0.3)
         if wrong == "apart" and rank in members[:2] and name[1] == 0 and network.now < LATE_S:
             self.nodes[rank].thread.blocked_in = part
         elif wrong == "belief" and rank != odd and chance.random() < 0.5:
-            network.at(at_s, lambda: self._say(part, rank, HeardBelief(name, odd, "another")))
+            network.at(at_s, lambda: network.send(odd, rank, Believes(*name, "another", None)))  # its first message
         elif wrong == "transfer" and rank != odd and chance.random() < 0.5:
             network.at(at_s, lambda: self._say(part, rank, HasFailed(part, FrameError(odd, "nonsense"))))
         elif not wrong:
@@ -215,14 +215,14 @@ class History:
     def _try_to_complete(self, part: Part, rank: int) -> None:
         """As its data would: when all members have begun it. A member may be through with it when another one dies."""
         if self._is_open(part, rank) and not part.failing:
-            if all((part.name, other) in self.parts for other in part.members):
+            if all((part.name, other) in self.parts for other in self.members[part.name]):
                 part.done = True
-                self.network.request(rank, HasEnded(part.name))
+                self.network.request(rank, HasEnded(part))
             else:
                 self.network.at(self.network.now + 0.1, lambda: self._try_to_complete(part, rank))
 
     def kills_in_the_middle(self) -> list[Kill]:
-        """Of one or two nodes that have just said that something has failed: not all of it arrives before the others give them up."""
+        """Of one or two nodes that have just said that something has failed: not all members hear it before they are gone."""
         found: dict[int, Kill] = {}
         for at_s, rank in self.chance.sample(self.spoke, len(self.spoke)):
             if rank not in self.dying and len(self.dying) + len(found) < self.size - 1:
@@ -244,7 +244,7 @@ class History:
         for rank, node in enumerate(self.nodes):
             if rank not in self.dying:
                 assert node.tables() == []
-                assert all(subject.name == ROUND or rank in self.members[subject.name] for subject in node._doomed)
+                assert all(name[0] >= ROUNDS or rank in self.members[name] for name in node._doomed)
         return seen + Counter({fault.partition("(")[0] for fault in self.network.fired})
 
     def _verdict(self, names: Iterable[Name]) -> Verdict | None:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Final
 
 from stretto.collectives.messages import Believes, Failed, Name
 from stretto.collectives.recent import Recent
+from stretto.collectives.request import Collective
 from stretto.wire.agreement import rank_mismatch
 
 if TYPE_CHECKING:
-    from stretto.collectives.failures import Collective, FailureAgreement
+    from stretto.collectives.failures import FailureAgreement
 
 EARLY: Final = 512  # of how many collectives that have not begun here is kept what was said about them
 
@@ -29,19 +30,15 @@ class Disagreement:
     def __init__(self, machine: FailureAgreement) -> None:
         self._machine = machine
         self._roster = machine.roster
-        self._disputes: dict[Name, dict[int, Believes]] = {}  # of collectives under way here
-        self._since: dict[Name, float] = {}
+        self._disputes: dict[Name, tuple[float, dict[int, Believes]]] = {}  # since when; of collectives under way here
         self._early: Recent[Name, dict[int, Believes]] = Recent(EARLY)  # of collectives that have not begun here
 
     def is_open(self, name: Name) -> bool:
         return name in self._disputes
 
-    def is_talked_of(self, name: Name) -> bool:
-        return name in self._early
-
     def forget(self, name: Name) -> None:
-        for table in (self._disputes, self._since, self._early):
-            table.pop(name, None)
+        self._disputes.pop(name, None)
+        self._early.pop(name, None)
 
     def has_begun(self, now: float, collective: Collective) -> None:
         """Take up what was said before it began here."""
@@ -65,18 +62,19 @@ class Disagreement:
         machine, name = self._machine, collective.name
         if name not in self._disputes:
             mine = Believes(*name, collective.belief, machine.inquiry.place_in(name))
-            self._disputes[name], self._since[name] = {self._roster.rank: mine}, now
+            self._disputes[name] = now, {self._roster.rank: mine}
             collective.failing = True
             machine.tell(machine.members(collective), mine)
-        for rank, said in (heard or {}).items():
-            if said.place is not None or rank not in self._disputes[name]:  # its own word counts more than what was heard of it
-                self._disputes[name][rank] = said
+        said = self._disputes[name][1]
+        for rank, believes in (heard or {}).items():
+            if believes.place is not None or rank not in said:  # its own word counts more than what was heard of it
+                said[rank] = believes
         self.try_to_conclude(now, collective)
 
     def try_to_conclude(self, now: float, collective: Collective) -> None:
-        said = self._disputes[collective.name]
-        spoken = {rank for rank, belief in said.items() if belief.place is not None}
-        if spoken >= set(self._machine.others(collective)) or self._machine.inquiry.is_over(now, self._since[collective.name]):
+        since, said = self._disputes[collective.name]
+        spoken = {rank for rank, each in said.items() if each.place is not None}
+        if spoken >= self._machine.others(collective) or self._machine.inquiry.is_over(now, since):
             beliefs = {rank: (each.belief, each.place or "") for rank, each in said.items()}
             error = rank_mismatch(*({rank: each[which] for rank, each in beliefs.items()} for which in (0, 1)))
             self._machine.found(now, collective, error, beliefs)
@@ -84,7 +82,7 @@ class Disagreement:
     def say_that_it_had_ended(self, verdict: Failed) -> None:
         """A rank that only had to send (the root of a small broadcast) has returned when others disagree: all that is left is to
         say so."""
-        me, ours = self._roster.rank, self._machine.history[verdict.subject.name]
+        me, ours = self._roster.rank, self._machine.history[verdict.name]
         other = next((rank for rank, (belief, _) in sorted(verdict.beliefs.items()) if belief != ours), None)
         if other is not None:
             log.error(

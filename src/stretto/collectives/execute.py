@@ -20,18 +20,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final
 
 import msgspec
 import torch
 
-from stretto.collectives.failures import FailureAgreement, HasBegun, HasEnded, HasFailed, HeardBelief
+from stretto.collectives.failures import FailureAgreement, HasBegun, HasEnded, HasFailed
 from stretto.collectives.message_codec import EncodedAccumulator
-from stretto.collectives.messages import TOPIC_BEGUN, TOPIC_FAILURES, TOPIC_KNOCK, Begun, Name, ProgressQuery, decode
+from stretto.collectives.messages import TOPIC_BEGUN, TOPIC_FAILURES, TOPIC_KNOCK, Begun, Believes, Name, ProgressQuery, decode
 from stretto.collectives.plan import Buffer
 from stretto.collectives.recent import Recent
 from stretto.collectives.reduction import Accumulator
@@ -50,7 +49,6 @@ from stretto.wire.base import Wire
 EAGER_AHEAD: Final = 256
 UNASKED_BYTES: Final = 1 << 20
 STREAMS: Final = 4096  # for how many channels and ranks it is remembered how far a rank has come
-NOTHING: Final = memoryview(b"")
 
 log = logging.getLogger("stretto.collectives")
 
@@ -70,9 +68,9 @@ class Communicator:
         self.tracer = tracer  # None: not tracing
         self.ledger = ledger or Ledger()
         self.whereabouts = Whereabouts()
-        self.world = range(wire.world_size)
         self.runs: dict[Name, CollectiveRun] = {}
         self.failures = FailureAgreement(wire, self.timeouts, self.whereabouts)
+        self.has_begun, self.belief = self.failures.has_begun, self.failures.belief  # of a collective, by its name
         self._outside: dict[Name, Outside] = {}
         self._begun: dict[Name, dict[int, str]] = {}  # who has begun what we have not
         self._progress_of: Recent[tuple[int, int], int] = Recent(STREAMS)  # (channel, rank) -> last collective begun there
@@ -80,56 +78,37 @@ class Communicator:
         self._unasked: Counter[int] = Counter()  # rank -> bytes on their way to it, of collectives that it has not begun yet
         self._work: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
         self._timers: Timers[str] = Timers()
-        self._events: deque[Callable[[float], Actions]] = deque()
-        self._busy = False  # with an event
-        self._reader = HeaderReader(self.failures)
+        reader = HeaderReader(self.failures)
         wire.listen(TOPIC_BEGUN, self._on_begun)
         wire.listen(TOPIC_KNOCK, self._on_knock)
-        wire.listen(TOPIC_FAILURES, self._on_failures)
-        wire.on_lost(lambda lost: self._event(lambda now: self.failures.on_view(now, [], [lost.rank], wire.generation)))
-
-    def members(self, request: Request) -> Sequence[int]:
-        """The ranks of the job that take part in a collective."""
-        return self.world if request.members is None else request.members
+        wire.listen(TOPIC_FAILURES, lambda source, body: self._heard(source, reader.read(source, body)))
+        wire.on_lost(lambda lost: self._perform(self.failures.on_view(wire.now(), [], [lost.rank], wire.generation)))
 
     # -- driving the machine ------------------------------------------------------------------------------------------
 
-    def tell(self, request: Any, name: Name = (0, 0)) -> None:
-        """Tell the machine what happened to a collective. The name is the ticket of its reply."""
-        self._event(lambda now: self.failures.on_request(now, name[0] << 32 | name[1], request))
+    def tell(self, request: HasBegun | HasEnded | HasFailed) -> None:
+        """Tell the machine what happened to a collective; its name is the ticket of the reply."""
+        channel, sequence = request.collective.name
+        self._perform(self.failures.on_request(self.wire.now(), channel << 32 | sequence, request))
 
-    def _on_failures(self, source: int, body: bytes) -> None:
-        header = self._reader.read(source, body)
+    def _heard(self, source: int, header: Any) -> None:
         if header is not None:
-            self._event(lambda now: self.failures.on_message(now, source, header, NOTHING))
+            self._perform(self.failures.on_message(self.wire.now(), source, header, memoryview(b"")))
 
-    def _event(self, event: Callable[[float], Actions]) -> None:
-        """Events come one at a time: what carrying out an action leads to is told afterwards."""
-        self._events.append(event)
-        if self._busy:
-            return
-        self._busy = True
-        try:
-            while self._events:
-                for action in self._events.popleft()(self.wire.now()):
-                    self._perform(action)
-        finally:
-            self._busy = False
-
-    def _perform(self, action: SendMessage | SetTimer | Reply) -> None:
-        match action:
-            case SendMessage(int(to), header):
-                self.wire.post(to, TOPIC_FAILURES, msgspec.msgpack.encode(header))
-            case SetTimer(timer, after_s):
-                self._timers.set(timer, None if after_s is None else self.wire.now() + after_s)
-            case Reply(ticket, error=error):
-                self._fail((ticket >> 32, ticket & 0xFFFFFFFF), error)
-
-    def _fail(self, name: Name, error: StrettoError | None) -> None:
-        if name in self.runs:
-            self.end(self.runs[name], error)
-        elif name in self._outside:
-            self._outside[name].error = error
+    def _perform(self, actions: Actions) -> None:
+        """An action may lead to the next event. The machine has come to its end of this one, and does not mind the order."""
+        for action in actions:
+            match action:
+                case SendMessage(int(to), header):
+                    self.wire.post(to, TOPIC_FAILURES, msgspec.msgpack.encode(header))
+                case SetTimer(timer, float(after_s)):
+                    self._timers.set(timer, self.wire.now() + after_s)
+                case Reply(ticket, error=error):
+                    name = ticket >> 32, ticket & 0xFFFFFFFF
+                    if name in self.runs:
+                        self.end(self.runs[name], error)
+                    elif name in self._outside:
+                        self._outside[name].error = error
 
     # -- beginning and ending -----------------------------------------------------------------------------------------
 
@@ -150,21 +129,22 @@ class Communicator:
 
     def broke(self, pending: Pending, error: Exception) -> None:
         """Something unforeseen about one collective ends that one, on all ranks, and not the thread that all of them need."""
-        log.error("rank %d could not carry out %s", self.wire.rank, pending.belief, exc_info=error)
+        request = pending.request
+        log.error("rank %d could not carry out %s", self.wire.rank, request.belief, exc_info=error)
         failure = WireError(
-            f"rank {self.wire.rank} could not carry out {pending.belief}: {type(error).__name__}: {error}.\n"
+            f"rank {self.wire.rank} could not carry out {request.belief}: {type(error).__name__}: {error}.\n"
             f"It was not foreseen, and ends this collective alone. The log of rank {self.wire.rank} has the traceback: report it."
         )
         failure.__cause__ = error
-        self.tell(HasFailed(pending, failure))
-        if pending.name not in self.runs and not pending.done:
+        self.tell(HasFailed(request, failure))
+        if request.name not in self.runs and not pending.done:
             pending.finish(failure)
 
     def _begin(self, pending: Pending) -> None:
-        name = pending.name
+        name = pending.request.name
         run = CollectiveRun(self, pending, self.wire.now())
         self.runs[name] = run
-        self.tell(HasBegun(run), name)
+        self.tell(HasBegun(run))
         begun, knocks = self._begun.pop(name, {}), self._knocks.pop(name, set())
         if run.failing or pending.done:
             return
@@ -184,7 +164,7 @@ class Communicator:
         if knock is None:
             return
         name = (knock.channel, knock.sequence)
-        belief = self.failures.belief(name)
+        belief = self.belief(name)
         if not belief:
             self._knocks.setdefault(name, set()).add(source)
         else:
@@ -243,16 +223,16 @@ class Communicator:
         """Around a collective that is carried out elsewhere, under a number of this communicator's and in its thread."""
         name = other.name
         self._outside[name] = other
-        self.tell(HasBegun(other), name)
+        self.tell(HasBegun(other))
         for rank, belief in self._begun.pop(name, {}).items():
             if belief != other.belief:
-                self.tell(HeardBelief(name, rank, belief))
+                self._heard(rank, Believes(*name, belief, None))
         try:
             yield
         finally:
             other.done = True
             del self._outside[name]
-            self.tell(HasEnded(name))
+            self.tell(HasEnded(other))
 
     def end(self, run: CollectiveRun, error: StrettoError | None) -> None:
         del self.runs[run.name]
@@ -261,16 +241,10 @@ class Communicator:
         if error is not None:
             self.wire.cancel(*run.name)
         else:
-            self.tell(HasEnded(run.name))
+            self.tell(HasEnded(run))
             if run.schedule.needs_work_buffer:
                 self._give_back(run.accumulators[Buffer.WORK].flat)
         run.pending.finish(error)
-
-    def has_begun(self, name: Name) -> bool:
-        return self.failures.has_begun(name)
-
-    def belief(self, name: Name) -> str:
-        return self.failures.belief(name)
 
     def buffers_for(self, request: Request, schedule: Schedule) -> list[Accumulator]:
         scale = 1.0 / request.plan.size if request.op == "mean" and request.plan.size > 1 else None
@@ -298,7 +272,7 @@ class Communicator:
         self.look_at_the_clock()
 
     def look_at_the_clock(self) -> None:
-        self._timers.fire(self.wire.now(), lambda timer: self._event(partial(self.failures.on_timer, name=timer)))
+        self._timers.fire(self.wire.now(), lambda timer: self._perform(self.failures.on_timer(self.wire.now(), timer)))
 
     def patience_s(self) -> float:
         """How long `step` may block without missing a deadline."""
@@ -318,17 +292,17 @@ class Communicator:
         self._progress_of[key] = max(begun.sequence, self._progress_of.get(key, 0))
         if name in self.runs:
             self._heard_begun(self.runs[name], source, begun.belief)
-        elif not self.failures.belief(name):
+        elif not self.belief(name):
             self._begun.setdefault(name, {})[source] = begun.belief
-        elif self.failures.belief(name) != begun.belief:
-            self.tell(HeardBelief(name, source, begun.belief))
+        elif self.belief(name) != begun.belief:
+            self._heard(source, Believes(*name, begun.belief, None))
         for run in list(self.runs.values()):
             if run.eager and source in run.held and self._is_near(run, source):
                 self._release(run, source)
 
     def _heard_begun(self, run: CollectiveRun, source: int, belief: str) -> None:
         if belief != run.belief:
-            self.tell(HeardBelief(run.name, source, belief))
+            self._heard(source, Believes(*run.name, belief, None))
             return
         run.opened.add(source)
         self._asked(run, source)

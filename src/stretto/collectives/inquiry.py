@@ -34,16 +34,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from stretto.collectives.messages import Believes, Elsewhere, Name, ProgressQuery, ProgressReport
+from stretto.collectives.request import Collective
 from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import RankMismatch, WireTimeout
 from stretto.launching.membership import ranks_text
 
 if TYPE_CHECKING:
-    from stretto.collectives.failures import Collective, FailureAgreement, Named
+    from stretto.collectives.failures import FailureAgreement, Named
 
 ASK_S: Final = 1.0  # how long to be silent before asking, and to wait for others' answers before a verdict
 MOST_LINES: Final = 16  # of different things that ranks do, in one message
-NEVER: Final = float("-inf")
 
 log = logging.getLogger("stretto.collectives")
 
@@ -52,11 +52,11 @@ log = logging.getLogger("stretto.collectives")
 class Silence:
     """What was asked about one collective that makes no progress, and answered."""
 
-    probed: bool = False
+    since: float
+    warned_at: float
+    ask_after_s: float  # how long it must have lasted before everybody is asked, again
     asked_at: float | None = None  # everybody was asked then, and the verdict is out
-    asked_since: float | None = None  # when the silence began in which everybody was asked last
-    ask_after_s: float = 0.0  # how long it must have lasted before they are asked again
-    warned_at: float = NEVER
+    probed: bool = False
     answers: dict[int, ProgressReport] = field(default_factory=dict)
 
 
@@ -74,10 +74,10 @@ class Inquiry:
         """Whether others have had time enough to say something."""
         return now - since > ASK_S
 
-    def unanswered_since(self, name: Name, rank: int) -> float | None:
-        """When this rank was asked about a collective, if it has not answered."""
+    def unanswered_since(self, name: Name, rank: int, since: float) -> float:
+        """When this rank, which has been waited for since then, was asked about a collective, if it has not answered that."""
         silence = self._silences.get(name)
-        return None if silence is None or rank in silence.answers else silence.asked_at
+        return since if silence is None or silence.asked_at is None or rank in silence.answers else min(since, silence.asked_at)
 
     def forget(self, name: Name) -> None:
         self._silences.pop(name, None)
@@ -86,31 +86,25 @@ class Inquiry:
 
     def look_at(self, now: float, run: Collective) -> None:
         """Called for every collective under way, a few times a second."""
-        silent_s = now - run.touched_at
         silence = self._silences.get(run.name)
-        if silence is None:
-            if silent_s <= min(ASK_S, self._timeouts.warn_s, self._timeouts.arrive_s):
-                return
-            silence = self._silences[run.name] = Silence()
+        if silence is None or silence.since != run.touched_at:
+            silence = self._silences[run.name] = Silence(run.touched_at, run.touched_at, ASK_S)
         if silence.asked_at is not None:
             if self.is_over(now, silence.asked_at) or self._all_have_answered(run, silence):
                 self._conclude(now, run, silence)
         elif self._is_due(now, run, silence):
             self._ask_everybody(now, run, silence)
-        elif silent_s > ASK_S and not silence.probed:
+        elif now - silence.since > ASK_S and not silence.probed:
             self._probe(run, silence)
 
     def _all_have_answered(self, run: Collective, silence: Silence) -> bool:
-        return silence.answers.keys() >= set(self._machine.others(run))
+        return silence.asked_at is not None and silence.answers.keys() >= self._machine.others(run)
 
     def _is_due(self, now: float, run: Collective, silence: Silence) -> bool:
-        silent_s = now - run.touched_at
-        if silent_s > self._timeouts.arrive_s or self._is_time_to_warn(now, run, silence):
+        silent_s = now - silence.since
+        if silent_s > self._timeouts.arrive_s or now - silence.warned_at > self._timeouts.warn_s:
             return True
-        return silent_s > (silence.ask_after_s if silence.asked_since == run.touched_at else ASK_S) and self._is_awaited(run)
-
-    def _is_time_to_warn(self, now: float, run: Collective, silence: Silence) -> bool:
-        return now - max(silence.warned_at, run.touched_at) > self._timeouts.warn_s
+        return silent_s > silence.ask_after_s and self._is_awaited(run)
 
     def _is_awaited(self, run: Collective) -> bool:
         """Whether a thread is blocked in it. Where many are under way, those that nobody waits for yet can be left alone."""
@@ -124,7 +118,7 @@ class Inquiry:
         """The collective that a thread cannot go on without; None if that has ended and the thread is about to."""
         if wait.pending is None:
             return next((run for run in self._machine.under_way.values() if run.name[0] == wait.channel), None)
-        return None if wait.pending.done else wait.pending
+        return None if wait.pending.done else wait.pending.request
 
     def _probe(self, run: Collective, silence: Silence) -> None:
         """Ask those we wait for what they are doing. Ranks in different collectives may each wait for a message that the other
@@ -134,16 +128,16 @@ class Inquiry:
         self._machine.tell(run.waiting_for(), ProgressQuery(*run.name))
 
     def _ask_everybody(self, now: float, run: Collective, silence: Silence) -> None:
-        silent_s = now - run.touched_at
+        silent_s = now - silence.since
         silence.probed = True
-        silence.asked_at, silence.asked_since = now, run.touched_at
+        silence.asked_at = now
         silence.ask_after_s = silent_s + min(max(silent_s, ASK_S), self._timeouts.warn_s)
         silence.answers.clear()
         self._machine.tell(self._machine.members(run), ProgressQuery(*run.name))
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
-    def report(self, name: Name) -> ProgressReport:
+    def _report(self, name: Name) -> ProgressReport:
         machine = self._machine
         run = machine.under_way.get(name)
         begun = machine.has_begun(name)
@@ -178,20 +172,20 @@ class Inquiry:
 
     # -- judging ------------------------------------------------------------------------------------------------------
 
-    def heard(self, now: float, source: int, report: ProgressReport) -> None:
-        run = self._machine.under_way.get((report.channel, report.sequence))
-        silence = None if run is None else self._silences.get(run.name)
-        if run is None or source not in self._machine.members(run):
-            return
-        if report.belief not in ("", run.belief):
-            self._machine.disagreement.heard(now, source, Believes(*run.name, report.belief, None))
-        elif silence is not None and silence.asked_at is not None:
-            silence.answers[source] = report
+    def heard(self, now: float, source: int, said: ProgressQuery | ProgressReport) -> None:
+        name = said.channel, said.sequence
+        run, silence = self._machine.under_way.get(name), self._silences.get(name)
+        if isinstance(said, ProgressQuery):
+            self._machine.send(source, self._report(name))
+        elif run is not None and said.belief not in ("", run.belief):
+            self._machine.disagreement.heard(now, source, Believes(*name, said.belief, None))
+        elif run is not None and silence is not None and source in self._machine.others(run):
+            silence.answers[source] = said
             if self._all_have_answered(run, silence):
-                self._machine.look_soon()
+                self._machine.look_in(0.0)
 
     def _conclude(self, now: float, run: Collective, silence: Silence) -> None:
-        silent_s = now - run.touched_at
+        silent_s = now - silence.since
         hopeless = self._hopeless(run, silence)
         culprits = self._culprits(run, silence)
         if hopeless:
@@ -200,7 +194,7 @@ class Inquiry:
         elif silent_s > self._timeouts.arrive_s:
             doing = self._explained(run, silence, culprits[0])
             self._machine.found(now, run, WireTimeout(culprits[0], run.belief, silent_s, doing))
-        elif self._is_time_to_warn(now, run, silence):
+        elif now - silence.warned_at > self._timeouts.warn_s:
             silence.warned_at = now
             doing = "; ".join(f"{ranks}: {what}" for ranks, what in self._who_does_what(run, silence, culprits))
             log.warning(
@@ -244,7 +238,7 @@ class Inquiry:
     def _culprits(self, run: Collective, silence: Silence) -> list[int]:
         """The ranks that hold the collective up: those that have not begun it. If all have, those that do not answer; if all
         answer, those that everybody waits for."""
-        others, answers = self._machine.others(run), silence.answers
+        others, answers = sorted(self._machine.others(run)), silence.answers
         absent = [rank for rank in others if rank in answers and not answers[rank].begun]
         if absent:
             return absent

@@ -20,8 +20,8 @@ Small msgpack messages over `Wire.post`. What cannot be decoded is logged and ig
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -34,19 +34,10 @@ TOPIC_KNOCK: Final = 21
 
 log = logging.getLogger("stretto.collectives")
 Name = tuple[int, int]  # channel, sequence
+ROUNDS: Final = 1 << 32  # added to their channels: rounds and collectives are numbered independently of each other
+ERRORS: Final = (PeerLost, WireTimeout, FrameError, RankMismatch, WireError)
+KINDS: Final[dict[str, Callable[..., WireError]]] = {error.__name__: error for error in ERRORS}
 T = TypeVar("T")
-
-
-class Subject(NamedTuple):
-    """What has failed: a collective, or a round of the whole job. The two are numbered independently of each other."""
-
-    channel: int
-    sequence: int
-    is_round: bool = False
-
-    @property
-    def name(self) -> Name:
-        return self.channel, self.sequence
 
 
 def is_later(sequence: int, other: int) -> bool:
@@ -73,15 +64,17 @@ class Believes(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    subject: Subject
+    channel: int  # from `ROUNDS` on: not of a collective, but of a round of the whole job
+    sequence: int
     members: list[int] | None  # the ranks that come to this verdict together; None: all of the job
-    kind: str  # "lost", "timeout", "frame", "broken", "apart" (ranks are in different streams) or "mismatch" (see `beliefs`)
-    rank: int  # who is to blame; -1: nobody alone
-    text: str
-    waited_s: float = 0.0
-    doing: str = ""  # what that rank does instead, if it was asked
+    kind: str  # of error
+    arguments: tuple[int | float | str, ...]  # of the error
     beliefs: dict[int, tuple[str, str]] = {}  # what ranks that disagree believe it to be, and where they are
     settled: bool = False  # else proposed
+
+    @property
+    def name(self) -> Name:
+        return self.channel, self.sequence
 
 
 class ProgressQuery(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -110,6 +103,9 @@ class ProgressReport(msgspec.Struct, frozen=True, array_like=True, tag=4):
     instead: list[Elsewhere]  # of every thread that could begin it; empty: some thread is free to
 
 
+Header = Failed | Believes | ProgressQuery | ProgressReport
+
+
 def decode(source: int, body: bytes, kind: type[T]) -> T | None:
     try:
         return msgspec.msgpack.decode(body, type=kind)
@@ -118,29 +114,14 @@ def decode(source: int, body: bytes, kind: type[T]) -> T | None:
         return None
 
 
-def as_failed(subject: Subject, members: Sequence[int] | None, error: StrettoError) -> Failed:
-    kind, rank, text, waited_s, doing = "broken", -1, str(error), 0.0, ""
-    if isinstance(error, PeerLost):
-        kind, rank, text = "lost", error.rank, error.reason
-    elif isinstance(error, WireTimeout):
-        kind, rank, text, waited_s, doing = "timeout", error.rank, error.tag, error.waited_s, error.doing
-    elif isinstance(error, FrameError):
-        kind, rank, text = "frame", error.rank, error.problem
-    elif isinstance(error, RankMismatch):
-        kind = "apart"
-    return Failed(subject, None if members is None else list(members), kind, rank, text, waited_s, doing)
+def as_failed(name: Name, members: list[int] | None, error: StrettoError) -> Failed:
+    if type(error).__name__ not in KINDS:
+        error = WireError(str(error))
+    arguments: Any = error.__reduce__()[1]  # what the error is made again from
+    return Failed(*name, members, type(error).__name__, arguments)
 
 
 def as_error(failed: Failed) -> StrettoError:
-    if failed.kind == "timeout":
-        return WireTimeout(failed.rank, failed.text, failed.waited_s, failed.doing)
-    if failed.kind == "frame":
-        return FrameError(failed.rank, failed.text)
-    if failed.kind == "mismatch":
-        beliefs, places = ({rank: said[which] for rank, said in failed.beliefs.items()} for which in (0, 1))
-        return rank_mismatch(beliefs, places)
-    if failed.kind == "apart":
-        return RankMismatch(failed.text)
-    if failed.kind == "broken":
-        return WireError(failed.text)
-    return PeerLost(failed.rank, failed.text)
+    if failed.beliefs:
+        return rank_mismatch(*({rank: said[which] for rank, said in failed.beliefs.items()} for which in (0, 1)))
+    return KINDS[failed.kind](*failed.arguments)

@@ -9,10 +9,9 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 from stretto.collectives.failures import HasFailed
-from stretto.collectives.messages import Name
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import dtype_code
-from stretto.collectives.request import ROOTED, Pending, Request
+from stretto.collectives.request import ROOTED, Collective, Pending, Request
 from stretto.collectives.schedule import Action, Schedule, Task, compile_encoded, compile_plan
 from stretto.errors import FrameError, MalformedPayload, WireError
 from stretto.wire.base import Consume, Handle, Tag
@@ -49,23 +48,18 @@ def _some_only_send(request: Request) -> bool:
     return plan.kind in ROOTED or (plan.kind is Kind.REDUCE_SCATTER and request.tensor.numel() < plan.size)
 
 
-class CollectiveRun:
+class CollectiveRun(Collective):
     """One collective in progress on this rank."""
 
-    __slots__ = (
-        "accumulators", "belief", "code", "communicator", "confirmed", "counts", "digest", "eager", "failing", "held", "members",
-        "name", "opened", "pending", "pumping", "ready", "remaining", "request", "schedule", "touched_at", "unasked", "unusable",
-    )  # fmt: skip
-    watched = True
-
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
-        request = pending.request
+        self.request = request = pending.request
         self.communicator = communicator
         self.pending = pending
-        self.request = request
         self.name = request.name
-        self.members = communicator.members(request)
         self.belief = request.belief
+        self.members, self.generation, self.part_of = request.members, request.generation, request.part_of
+        self.needs_everybody = request.needs_everybody
+        self.touched_at = now
         self.digest = zlib.crc32(self.belief.encode())
         self.code = dtype_code(request.tensor.dtype) if request.message_codec is None else PLAIN_BYTES
         self.schedule = _schedule(request)
@@ -80,20 +74,6 @@ class CollectiveRun:
         self.unasked: Counter[int] = Counter()  # bytes sent to receivers that have not
         self.unusable: Exception | None = None  # why what arrived could not be taken in
         self.accumulators = communicator.buffers_for(request, self.schedule)
-        self.touched_at = now
-        self.failing = False
-
-    @property
-    def part_of(self) -> Name | None:
-        return self.request.part_of
-
-    @property
-    def generation(self) -> int:
-        return self.request.generation
-
-    @property
-    def needs_everybody(self) -> bool:
-        return self.request.needs_everybody
 
     def pump(self) -> None:
         """Start every task that may start. Tasks that finish at once make others ready, hence the loop, not recursion."""
@@ -205,7 +185,6 @@ class CollectiveRun:
         return self.schedule.destinations - self.opened if self.confirmed else frozenset()
 
     def waiting_for(self) -> list[int]:
-        """Ranks from which something is due now, or that have not begun what is to be sent to them."""
         tasks, counts = self.schedule.tasks, self.counts
         missing = {peer for peer, numbers in self.held.items() if numbers} | self.unconfirmed()
         if self.remaining:

@@ -63,9 +63,8 @@ class Whereabouts:
             return next(iter(users)) if len(users) == 1 else None
         thread = threading.get_ident()
         with self._lock:
-            users = self._users.get(channel) or deque(maxlen=REMEMBERED)
-            users.append(thread)
-            self._users[channel] = users
+            threads = self._users[channel] = self._users.get(channel) or deque(maxlen=REMEMBERED)
+            threads.append(thread)
         return thread
 
     def begin_wait(self, channel: int, pending: Pending | Outside | None = None) -> Wait | None:
