@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from stretto.collectives.failures import FailureAgreement, HasBegun, HasEnded, HasFailed
@@ -21,7 +22,7 @@ from stretto.collectives.messages import ROUNDS, Believes, Failed, Name
 from stretto.collectives.request import Collective
 from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, WireTimeout
-from stretto.protocol.machine import Actions
+from stretto.protocol.machine import Actions, HeaderReader
 from stretto.testing.faults import Fault, Kill, Pause
 from stretto.testing.network_model import Exponential, Link, NetworkModel
 from stretto.testing.virtual_network import VirtualNetwork
@@ -286,3 +287,28 @@ def test_all_members_that_live_raise_the_same_error_and_nobody_else_raises(seeds
             raise
     expected = {"none", "PeerLost", "WireTimeout", "FrameError", "RankMismatch", "Kill", "Pause", "duplicate", "reorder"}
     assert seen.keys() == expected and min(seen.values()) > len(seeds) / 20, seen
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        {"kind": "KeyboardInterrupt", "arguments": []},
+        {"kind": "WireTimeout", "arguments": [1, "x", "long"]},
+        {"kind": "PeerLost", "arguments": [1]},
+        {"members": [0, 99]},
+        {"members": [1, 2]},
+        {"members": [0, 2]},
+    ],
+    ids=str,
+)
+def test_what_is_no_verdict_or_is_about_others_is_ignored(failed: dict[str, Any]) -> None:
+    """To rank 0 of three, from rank 1: no such error, and members that rank 0 or rank 1 is not among."""
+
+    def heard(kind: str = "PeerLost", arguments: Sequence[Any] = (2, "x"), members: Sequence[int] = (0, 1)) -> bool:
+        node = Node(0, 3, lambda rank: None)
+        header = HeaderReader(node).read(1, msgspec.msgpack.encode([2, 5, 0, members, kind, arguments]))
+        if header is not None:
+            node.on_message(0.0, 1, header, memoryview(b""))
+        return bool(node._doomed)
+
+    assert heard() and not heard(**failed)

@@ -72,6 +72,12 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=2):
     beliefs: dict[int, tuple[str, str]] = {}  # what ranks that disagree believe it to be, and where they are
     settled: bool = False  # else proposed
 
+    def __post_init__(self) -> None:
+        """Refuse what no error can be made from: to whoever decodes it, it is a malformed message."""
+        if self.kind not in KINDS:
+            raise ValueError(f"no kind of error: {self.kind!r}")
+        KINDS[self.kind](*self.arguments)
+
     @property
     def name(self) -> Name:
         return self.channel, self.sequence
