@@ -54,7 +54,7 @@ class Disagreement:
         elif name in machine.history:
             if not said.is_answer:
                 machine.send(source, Believes(*name, machine.history[name], "", is_answer=True))
-        elif not machine.has_begun(name):
+        elif not machine.history.had(name):
             self._early[name] = {**self._early.get(name, {}), source: said}
 
     def open(self, now: float, collective: Collective, heard: dict[int, Believes] | None = None) -> None:
