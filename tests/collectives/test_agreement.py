@@ -19,7 +19,7 @@ import pytest
 
 from stretto.collectives.failures import FailureAgreement, HasBegun, HasEnded, HasFailed
 from stretto.collectives.messages import ROUNDS, Believes, Failed, Name
-from stretto.collectives.request import Collective
+from stretto.collectives.request import Outside
 from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, WireTimeout
 from stretto.protocol.machine import Actions, HeaderReader
@@ -45,17 +45,15 @@ KINDS: dict[str, set[type[StrettoError]]] = {
 Verdict = tuple[type[StrettoError], int]
 
 
-class Part(Collective):
+class Part(Outside):
     """One member's part of a collective."""
 
-    def __init__(self, name: Name, members: tuple[int, ...], rank: int, belief: str, part_of: Name | None, now: float) -> None:
-        self.name, self.members, self.belief, self.part_of, self.touched_at = name, members, belief, part_of, now
-        self.others = [other for other in members if other != rank]
-        self.done = False
+    watched = True
 
-    @property
-    def request(self) -> Part:
-        return self
+    def __init__(self, name: Name, members: tuple[int, ...], rank: int, belief: str, part_of: Name | None, now: float) -> None:
+        super().__init__(name, belief)
+        self.members, self.part_of, self.touched_at = members, part_of, now
+        self.others = [other for other in members if other != rank]
 
     def waiting_for(self) -> list[int]:
         return self.others

@@ -49,7 +49,7 @@ class Disagreement:
         name, machine = said.name, self._machine
         collective = machine.under_way.get(name)
         if collective is not None:
-            if source in machine.members(collective):
+            if source in machine.members(collective.request):
                 self.open(now, collective, {source: said})
         elif name in machine.history:
             if not said.is_answer:
@@ -64,7 +64,7 @@ class Disagreement:
             mine = Believes(*name, collective.belief, machine.inquiry.place_in(name))
             self._disputes[name] = now, {self._roster.rank: mine}
             collective.failing = True
-            machine.tell(machine.members(collective), mine)
+            machine.tell(machine.members(collective.request), mine)
         said = self._disputes[name][1]
         for rank, believes in (heard or {}).items():
             if believes.place is not None or rank not in said:  # its own word counts more than what was heard of it
@@ -74,10 +74,10 @@ class Disagreement:
     def try_to_conclude(self, now: float, collective: Collective) -> None:
         since, said = self._disputes[collective.name]
         spoken = {rank for rank, each in said.items() if each.place is not None}
-        if spoken >= self._machine.others(collective) or self._machine.inquiry.is_over(now, since):
+        if spoken >= self._machine.others(collective.request) or self._machine.inquiry.is_over(now, since):
             beliefs = {rank: (each.belief, each.place or "") for rank, each in said.items()}
             error = rank_mismatch(*({rank: each[which] for rank, each in beliefs.items()} for which in (0, 1)))
-            self._machine.found(now, collective, error, beliefs)
+            self._machine.found(now, collective.request, error, beliefs)
 
     def say_that_it_had_ended(self, verdict: Failed) -> None:
         """A rank that only had to send (the root of a small broadcast) has returned when others disagree: all that is left is to

@@ -42,7 +42,7 @@ from stretto.collectives.disagreement import Disagreement
 from stretto.collectives.inquiry import Inquiry
 from stretto.collectives.messages import ROUNDS, Believes, Failed, Header, Name, as_error, as_failed, is_later
 from stretto.collectives.recent import Recent
-from stretto.collectives.request import Collective, Request
+from stretto.collectives.request import Collective, Outside, Request
 from stretto.collectives.whereabouts import Whereabouts
 from stretto.errors import PeerLost, RankMismatch, StrettoError
 from stretto.protocol.machine import Actions, Machine, Reply, SendMessage, SetTimer
@@ -51,7 +51,7 @@ from stretto.wire.base import DigestMismatch
 
 HISTORY: Final = 512  # how many ended collectives, and verdicts, are remembered
 CHANNELS: Final = 1024  # for how many channels it is remembered how far they had come before these
-Named = Collective | Request  # begun, or only asked for
+Named = Request | Outside
 Beliefs = dict[int, tuple[str, str]]
 
 
@@ -99,8 +99,9 @@ class History(Recent[Name, str]):
         self._forgotten: Recent[int, int] = Recent(CHANNELS)
 
     def dropped(self, key: Name, value: str) -> None:
-        if not self.had(key):
-            self._forgotten[key[0]] = key[1]
+        channel, sequence = key
+        if channel not in self._forgotten or is_later(sequence, self._forgotten[channel]):
+            self._forgotten[channel] = sequence
 
     def had(self, name: Name) -> bool:
         """Whether it has ended, however long ago."""
@@ -130,15 +131,14 @@ class FailureAgreement(Machine):
     # -- events -------------------------------------------------------------------------------------------------------
 
     def on_request(self, now: float, ticket: int, request: HasBegun | HasEnded | HasFailed) -> Actions:
-        match request:
-            case HasBegun(collective):
-                self.under_way[collective.name] = collective
-                collective.ticket = ticket
-                self._check_beginning(now, collective)
-            case HasEnded(collective):
-                self._forget(collective)
-            case HasFailed(collective, error):
-                self._has_failed(now, collective, error)
+        if isinstance(request, HasBegun):
+            collective = self.under_way[request.collective.name] = request.collective
+            collective.ticket = ticket
+            self._check_beginning(now, collective)
+        elif isinstance(request, HasEnded):
+            self._forget(request.collective)
+        else:
+            self._has_failed(now, request.collective, request.error)
         return self._take_actions()
 
     def on_message(self, now: float, source: int, header: Header, payload: memoryview) -> Actions:
@@ -155,9 +155,9 @@ class FailureAgreement(Machine):
         for collective in list(self.under_way.values()):
             for rank in left if collective.watched else ():
                 # A rank that left after doing its part takes nothing with it; one that died may have left any member waiting.
-                concerns = rank in self.members(collective) or collective.part_of is not None
+                concerns = rank in self.members(collective.request) or collective.request.part_of is not None
                 if concerns and (not self.roster.said_goodbye(rank) or rank in collective.waiting_for()):
-                    self._has_failed(now, collective, self.roster.lost[rank])
+                    self._has_failed(now, collective.request, self.roster.lost[rank])
         self._try_to_settle_all(now)
         return self._take_actions()
 
@@ -191,8 +191,8 @@ class FailureAgreement(Machine):
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
-    def members(self, collective: Named | Failed) -> Sequence[int]:
-        return self.world if collective.members is None else collective.members
+    def members(self, request: Named | Failed) -> Sequence[int]:
+        return self.world if request.members is None else request.members
 
     def as_told(self, members: Sequence[int] | None) -> list[int] | None:
         return None if members is None or len(members) == len(self.world) else list(members)
@@ -200,9 +200,9 @@ class FailureAgreement(Machine):
     def is_gone(self, rank: int) -> bool:
         return rank in self.roster.lost or self.roster.said_goodbye(rank)
 
-    def others(self, collective: Named) -> set[int]:
+    def others(self, request: Named) -> set[int]:
         """The members that can be asked: all others that are neither lost nor have left the job."""
-        return {rank for rank in self.members(collective) if rank != self.roster.rank and not self.is_gone(rank)}
+        return {rank for rank in self.members(request) if rank != self.roster.rank and not self.is_gone(rank)}
 
     def has_begun(self, name: Name) -> bool:
         """Whether this rank has begun it, however long ago; one that waits for its data to come from a GPU counts too."""
@@ -212,44 +212,44 @@ class FailureAgreement(Machine):
         """What this rank believes that collective is; empty if it has not begun it, or has forgotten."""
         return self.under_way[name].belief if name in self.under_way else self.history.get(name, "")
 
-    def _subjects(self, collective: Named) -> list[Name]:
+    def _subjects(self, request: Named) -> list[Name]:
         """What verdicts that end it are about: itself, or the round that it is part of."""
-        part_of = collective.part_of
-        return [collective.name] if part_of is None else [collective.name, (ROUNDS | part_of[0], part_of[1])]
+        part_of = request.part_of
+        return [request.name] if part_of is None else [request.name, (ROUNDS | part_of[0], part_of[1])]
 
     # -- beginning and ending -----------------------------------------------------------------------------------------
 
     def _check_beginning(self, now: float, collective: Collective) -> None:
         """It may have failed elsewhere, be about to, or have lost a member; or others have said that they disagree."""
-        for subject in self._subjects(collective) if self._doomed or self._votes else ():
+        for subject in self._subjects(collective.request) if self._doomed or self._votes else ():
             if subject in self._doomed:
                 self._end(now, collective, self._doomed[subject])
                 return
             collective.failing |= subject in self._votes
         lost = self._lost_member(collective)
         if lost is not None:
-            self.found(now, collective, lost)
+            self.found(now, collective.request, lost)
         elif not collective.failing:
             self.disagreement.has_begun(now, collective)
 
     def _lost_member(self, collective: Collective) -> PeerLost | None:
         """A member that is gone, if there is one, or has been since the group was made: its rank may be another worker's now."""
-        members, roster = self.members(collective), self.roster
+        request, members, roster = collective.request, self.members(collective.request), self.roster
         if not collective.watched or len(members) == 1:
             return None
         for rank, lost in roster.lost.items():
             # In a round of the whole job any death counts; a worker that left in order did its part of it.
-            if rank in members or (collective.part_of is not None and not roster.said_goodbye(rank)):
+            if rank in members or (request.part_of is not None and not roster.said_goodbye(rank)):
                 return lost
-        if roster.generation > collective.generation:
+        if roster.generation > request.generation:
             reason = "another worker has had its rank since the group was made. Make the group again"
-            joined = (rank for rank in members if roster.joined_in(rank) > collective.generation)
+            joined = (rank for rank in members if roster.joined_in(rank) > request.generation)
             return next((PeerLost(rank, reason) for rank in joined), None)
         return None
 
     def _end(self, now: float, collective: Collective, verdict: Failed) -> None:
-        if collective.part_of is not None and verdict.channel < ROUNDS:
-            self.found(now, collective, as_error(verdict))  # then all of its round fails, and it with the round
+        if collective.request.part_of is not None and verdict.channel < ROUNDS:
+            self.found(now, collective.request, as_error(verdict))  # then all of its round fails, and it with the round
             return
         if verdict.beliefs and self.roster.rank not in verdict.beliefs:  # it has begun too late to say what it believes
             mine = (collective.belief, self.inquiry.place_in(collective.name))
@@ -257,7 +257,7 @@ class FailureAgreement(Machine):
         self._actions.append(Reply(collective.ticket, error=as_error(verdict)))
         self._forget(collective)
 
-    def _forget(self, collective: Named) -> None:
+    def _forget(self, collective: Collective | Named) -> None:
         """It has ended here. What it was is kept for a while, for peers that ask."""
         name = collective.name
         self.under_way.pop(name, None)
@@ -267,30 +267,30 @@ class FailureAgreement(Machine):
 
     # -- failures found here ------------------------------------------------------------------------------------------
 
-    def _has_failed(self, now: float, collective: Named, error: StrettoError) -> None:
-        mine = self.under_way.get(collective.name)
+    def _has_failed(self, now: float, request: Named, error: StrettoError) -> None:
+        mine = self.under_way.get(request.name)
         if mine is None:
-            self.found(now, collective, error)
-            self._forget(collective)
+            self.found(now, request, error)
+            self._forget(request)
         elif isinstance(error, DigestMismatch) or self.disagreement.is_open(mine.name):
             # A member that has heard from all the others raises and leaves: it is the dispute that is to be told, not the loss.
             self.disagreement.open(now, mine)
         else:
-            self.found(now, mine, error)
+            self.found(now, request, error)
 
-    def found(self, now: float, collective: Named, error: StrettoError, beliefs: Beliefs | None = None) -> None:
+    def found(self, now: float, request: Named, error: StrettoError, beliefs: Beliefs | None = None) -> None:
         """Propose to all members that it fails, or to all of the job that its round does."""
-        if collective.part_of is not None:
-            self._propose(now, as_failed(self._subjects(collective)[-1], None, error))
+        if request.part_of is not None:
+            self._propose(now, as_failed(self._subjects(request)[-1], None, error))
         else:
-            failed = as_failed(collective.name, self.as_told(collective.members), error)
+            failed = as_failed(request.name, self.as_told(request.members), error)
             self._propose(now, msgspec.structs.replace(failed, beliefs=beliefs or {}))
 
     def fail_apart(self, now: float, streams: Mapping[Name, Sequence[int]], error: StrettoError) -> None:
         """Ranks are in these collectives of different streams, each with its members, and will never meet."""
         for name, members in streams.items():
             if name in self.under_way:
-                self.found(now, self.under_way[name], error)
+                self.found(now, self.under_way[name].request, error)
             else:
                 self._propose(now, as_failed(name, self.as_told(members), error))
 
@@ -339,7 +339,7 @@ class FailureAgreement(Machine):
         return not self.inquiry.is_over(now, self.inquiry.unanswered_since(vote.proposal.name, rank, vote.since))
 
     def _affected(self, failed: Failed) -> list[Collective]:
-        return [collective for collective in self.under_way.values() if failed.name in self._subjects(collective)]
+        return [collective for collective in self.under_way.values() if failed.name in self._subjects(collective.request)]
 
     def _carry_out(self, now: float, verdict: Failed) -> None:
         affected = self._affected(verdict)
@@ -356,6 +356,6 @@ class FailureAgreement(Machine):
         """Ranks that are apart in one collective of a channel are so in all later ones that are under way: the buckets of one
         round leave together, and whoever gets the error waits for the rest of them. Each member adds what is under way there,
         but not where the first has ended: that rank may have gone on by then."""
-        for later in (*self.under_way.values(), *self.queued()):
+        for later in (*(collective.request for collective in self.under_way.values()), *self.queued()):
             if later.name[0] == verdict.channel and is_later(later.name[1], verdict.sequence):
                 self.found(now, later, as_error(verdict))

@@ -98,7 +98,7 @@ class Inquiry:
             self._probe(run, silence)
 
     def _all_have_answered(self, run: Collective, silence: Silence) -> bool:
-        return silence.asked_at is not None and silence.answers.keys() >= self._machine.others(run)
+        return silence.asked_at is not None and silence.answers.keys() >= self._machine.others(run.request)
 
     def _is_due(self, now: float, run: Collective, silence: Silence) -> bool:
         silent_s = now - silence.since
@@ -117,7 +117,7 @@ class Inquiry:
     def _blocks(self, wait: Wait) -> Named | None:
         """The collective that a thread cannot go on without; None if that has ended and the thread is about to."""
         if wait.pending is None:
-            return next((run for run in self._machine.under_way.values() if run.name[0] == wait.channel), None)
+            return next((run.request for run in self._machine.under_way.values() if run.name[0] == wait.channel), None)
         return None if wait.pending.done else wait.pending.request
 
     def _probe(self, run: Collective, silence: Silence) -> None:
@@ -133,7 +133,7 @@ class Inquiry:
         silence.asked_at = now
         silence.ask_after_s = silent_s + min(max(silent_s, ASK_S), self._timeouts.warn_s)
         silence.answers.clear()
-        self._machine.tell(self._machine.members(run), ProgressQuery(*run.name))
+        self._machine.tell(self._machine.members(run.request), ProgressQuery(*run.name))
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Inquiry:
             self._machine.send(source, self._report(name))
         elif run is not None and said.belief not in ("", run.belief):
             self._machine.disagreement.heard(now, source, Believes(*name, said.belief, None))
-        elif run is not None and silence is not None and source in self._machine.others(run):
+        elif run is not None and silence is not None and source in self._machine.others(run.request):
             silence.answers[source] = said
             if self._all_have_answered(run, silence):
                 self._machine.look_in(0.0)
@@ -189,11 +189,11 @@ class Inquiry:
         hopeless = self._hopeless(run, silence)
         culprits = self._culprits(run, silence)
         if hopeless:
-            members = self._machine.members(run)
+            members = self._machine.members(run.request)
             self._machine.fail_apart(now, {run.name: members, **hopeless}, self._mismatch(run, silence))
         elif silent_s > self._timeouts.arrive_s:
             doing = self._explained(run, silence, culprits[0])
-            self._machine.found(now, run, WireTimeout(culprits[0], run.belief, silent_s, doing))
+            self._machine.found(now, run.request, WireTimeout(culprits[0], run.belief, silent_s, doing))
         elif now - silence.warned_at > self._timeouts.warn_s:
             silence.warned_at = now
             doing = "; ".join(f"{ranks}: {what}" for ranks, what in self._who_does_what(run, silence, culprits))
@@ -207,7 +207,7 @@ class Inquiry:
     def _hopeless(self, run: Collective, silence: Silence) -> dict[Name, Sequence[int]]:
         """The collectives that other ranks are blocked in and that, like this one, can never end (see the module's text), with
         their members."""
-        needs, world, known = self._needs(run), self._machine.world, {self._roster.rank, *self._roster.peers}
+        needs, world, known = self._needs(run.request), self._machine.world, {self._roster.rank, *self._roster.peers}
         found: dict[Name, Sequence[int]] = {}
         for rank, state in silence.answers.items():
             needed = needs is None or rank in needs
@@ -226,7 +226,7 @@ class Inquiry:
         return bool(ours) and all(self._is_blocked_in(wait, run.name) for wait in ours)
 
     def _mismatch(self, run: Collective, silence: Silence) -> RankMismatch:
-        members = sorted(self._machine.members(run))
+        members = sorted(self._machine.members(run.request))
         lines = [f"  {ranks}: {what}" for ranks, what in self._who_does_what(run, silence, members)]
         return RankMismatch(
             "ranks are in different collectives and wait for each other, so none of these can ever end:\n"
@@ -238,7 +238,7 @@ class Inquiry:
     def _culprits(self, run: Collective, silence: Silence) -> list[int]:
         """The ranks that hold the collective up: those that have not begun it. If all have, those that do not answer; if all
         answer, those that everybody waits for."""
-        others, answers = sorted(self._machine.others(run)), silence.answers
+        others, answers = sorted(self._machine.others(run.request)), silence.answers
         absent = [rank for rank in others if rank in answers and not answers[rank].begun]
         if absent:
             return absent

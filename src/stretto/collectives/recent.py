@@ -20,7 +20,7 @@ class Recent(OrderedDict[K, V]):
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
         self.move_to_end(key)
-        while len(self) > self._most:
+        if len(self) > self._most:
             self.dropped(*self.popitem(last=False))
 
     def dropped(self, key: K, value: V) -> None:

@@ -85,12 +85,9 @@ class Request:
 class Collective:
     """A collective under way on this rank, as the failure agreement sees it (`failures.py`)."""
 
+    request: Request | Outside  # what it is
     name: Name
     belief: str
-    members: tuple[int, ...] | None = None  # None: all of the job
-    part_of: Name | None = None
-    generation: int = 0
-    needs_everybody: bool = True
     watched: bool = True  # silence and losses are to be noticed by the agreement
     touched_at: float = 0.0  # when something of it has moved last
     failing: bool = False  # it must not end by itself any more, for a verdict will end it
@@ -105,10 +102,14 @@ class Outside(Collective):
     """A collective that the torch backend carries out by itself. It has its number among the others, and is known to those who
     ask; `error` is set when it cannot come about, for whoever waits."""
 
+    members: tuple[int, ...] | None = None  # all of the job
+    part_of: Name | None = None
+    generation = 0
+    needs_everybody = True
     watched = False  # the backend notices silence and losses by itself
 
     def __init__(self, name: Name, belief: str) -> None:
-        self.request = self  # says what it is, as a `Request` does
+        self.request = self
         self.name = name
         self.belief = belief
         self.done = False

@@ -52,13 +52,12 @@ class CollectiveRun(Collective):
     """One collective in progress on this rank."""
 
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
-        self.request = request = pending.request
+        self.request: Request = pending.request
+        request = self.request
         self.communicator = communicator
         self.pending = pending
         self.name = request.name
         self.belief = request.belief
-        self.members, self.generation, self.part_of = request.members, request.generation, request.part_of
-        self.needs_everybody = request.needs_everybody
         self.touched_at = now
         self.digest = zlib.crc32(self.belief.encode())
         self.code = dtype_code(request.tensor.dtype) if request.message_codec is None else PLAIN_BYTES
@@ -163,7 +162,7 @@ class CollectiveRun(Collective):
             return
         error = handle.error or self.unusable
         if isinstance(error, WireError):
-            self.communicator.tell(HasFailed(self, error))
+            self.communicator.tell(HasFailed(self.request, error))
             return
         if error is not None:
             self.communicator.broke(self.pending, error)

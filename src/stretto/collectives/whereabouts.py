@@ -63,8 +63,11 @@ class Whereabouts:
             return next(iter(users)) if len(users) == 1 else None
         thread = threading.get_ident()
         with self._lock:
-            threads = self._users[channel] = self._users.get(channel) or deque(maxlen=REMEMBERED)
-            threads.append(thread)
+            if channel in self._users:
+                self._users.move_to_end(channel)
+            else:
+                self._users[channel] = deque(maxlen=REMEMBERED)
+            self._users[channel].append(thread)
         return thread
 
     def begin_wait(self, channel: int, pending: Pending | Outside | None = None) -> Wait | None:
