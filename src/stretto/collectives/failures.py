@@ -32,7 +32,7 @@ way or begins later fails with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -281,29 +281,21 @@ class FailureAgreement(Machine):
     def found(self, now: float, request: Named, error: StrettoError, beliefs: Beliefs | None = None) -> None:
         """Propose to all members that it fails, or to all of the job that its round does."""
         if request.part_of is not None:
-            self._propose(now, as_failed(self._subjects(request)[-1], None, error))
+            self.propose(now, as_failed(self._subjects(request)[-1], None, error))
         else:
             failed = as_failed(request.name, self.as_told(request.members), error)
-            self._propose(now, msgspec.structs.replace(failed, beliefs=beliefs or {}))
-
-    def fail_apart(self, now: float, streams: Mapping[Name, Sequence[int]], error: StrettoError) -> None:
-        """Ranks are in these collectives of different streams, each with its members, and will never meet."""
-        for name, members in streams.items():
-            if name in self.under_way:
-                self.found(now, self.under_way[name].request, error)
-            else:
-                self._propose(now, as_failed(name, self.as_told(members), error))
+            self.propose(now, msgspec.structs.replace(failed, beliefs=beliefs or {}))
 
     # -- settling on a verdict ----------------------------------------------------------------------------------------
 
-    def _propose(self, now: float, failed: Failed) -> None:
-        if failed.name not in self._votes and failed.name not in self._doomed:
+    def propose(self, now: float, failed: Failed) -> None:
+        if failed.name not in self._votes and failed.name not in self._doomed and self._is_about_us(failed):
             self.tell(self.members(failed), failed)
             self._open(now, failed)
 
     def _heard(self, now: float, source: int, failed: Failed) -> None:
         subject, members, me = failed.name, self.members(failed), self.roster.rank
-        if subject in self._doomed or not {source, me} <= set(members) <= {*self.world, *self.roster.peers}:
+        if subject in self._doomed or source not in members or not self._is_about_us(failed):
             return
         if subject not in self._votes:
             proposal = msgspec.structs.replace(failed, settled=False)
@@ -312,6 +304,10 @@ class FailureAgreement(Machine):
         if failed.settled and source < me and subject in self._votes:
             self._votes[subject].verdicts[source] = failed
             self._try_to_settle(now, self._votes[subject])
+
+    def _is_about_us(self, failed: Failed) -> bool:
+        """Whether this rank is a member, and all members are ranks that there are: it was written by a peer."""
+        return {self.roster.rank} <= set(self.members(failed)) <= {*self.world, *self.roster.peers}
 
     def _open(self, now: float, proposal: Failed) -> None:
         vote = self._votes[proposal.name] = Vote(proposal, now)

@@ -29,11 +29,11 @@ only send, it is the ranks that one waits for now that must begin it. Circles of
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from stretto.collectives.messages import Believes, Elsewhere, Name, ProgressQuery, ProgressReport
+from stretto.collectives.messages import Believes, Elsewhere, Name, ProgressQuery, ProgressReport, as_failed
 from stretto.collectives.request import Collective
 from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import RankMismatch, WireTimeout
@@ -104,11 +104,9 @@ class Inquiry:
         silent_s = now - silence.since
         if silent_s > self._timeouts.arrive_s or now - silence.warned_at > self._timeouts.warn_s:
             return True
-        return silent_s > silence.ask_after_s and self._is_awaited(run)
-
-    def _is_awaited(self, run: Collective) -> bool:
-        """Whether a thread is blocked in it. Where many are under way, those that nobody waits for yet can be left alone."""
-        return any(self._is_blocked_in(wait, run.name) for wait in self._whereabouts.waits())
+        # Where many are under way, those that no thread is blocked in can be left alone.
+        waits = self._whereabouts.waits() if silent_s > silence.ask_after_s else ()
+        return any(self._is_blocked_in(wait, run.name) for wait in waits)
 
     def _is_blocked_in(self, wait: Wait, name: Name) -> bool:
         blocks = self._blocks(wait)
@@ -189,8 +187,10 @@ class Inquiry:
         hopeless = self._hopeless(run, silence)
         culprits = self._culprits(run, silence)
         if hopeless:
-            members = self._machine.members(run.request)
-            self._machine.fail_apart(now, {run.name: members, **hopeless}, self._mismatch(run, silence))
+            error = self._mismatch(run, silence)
+            self._machine.found(now, run.request, error)
+            for name, members in hopeless.items():
+                self._machine.propose(now, as_failed(name, members, error))
         elif silent_s > self._timeouts.arrive_s:
             doing = self._explained(run, silence, culprits[0])
             self._machine.found(now, run.request, WireTimeout(culprits[0], run.belief, silent_s, doing))
@@ -204,17 +204,15 @@ class Inquiry:
         if not run.failing:
             silence.asked_at = None
 
-    def _hopeless(self, run: Collective, silence: Silence) -> dict[Name, Sequence[int]]:
+    def _hopeless(self, run: Collective, silence: Silence) -> dict[Name, list[int] | None]:
         """The collectives that other ranks are blocked in and that, like this one, can never end (see the module's text), with
         their members."""
-        needs, world, known = self._needs(run.request), self._machine.world, {self._roster.rank, *self._roster.peers}
-        found: dict[Name, Sequence[int]] = {}
+        needs = self._needs(run.request)
+        found: dict[Name, list[int] | None] = {}
         for rank, state in silence.answers.items():
             needed = needs is None or rank in needs
             if needed and state.instead and all(self._is_circle(run, other) for other in state.instead):
-                for other in state.instead:
-                    members = world if other.members is None else [rank for rank in other.members if rank in known]
-                    found[other.channel, other.sequence] = members
+                found |= {(other.channel, other.sequence): other.members for other in state.instead}
         return found
 
     def _is_circle(self, run: Collective, other: Elsewhere) -> bool:
