@@ -22,13 +22,13 @@ from stretto.collectives.messages import ROUNDS, Believes, Failed, Name
 from stretto.collectives.request import Outside
 from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, WireTimeout
-from stretto.protocol.machine import Actions, HeaderReader
+from stretto.protocol.machine import Actions, HeaderReader, SendMessage
 from stretto.testing.faults import Fault, Kill, Pause
 from stretto.testing.network_model import Exponential, Link, NetworkModel
 from stretto.testing.virtual_network import VirtualNetwork
 from stretto.timeouts import Timeouts
 
-UNEVEN = Link(latency_s=1e-3, jitter=Exponential(5e-3), duplicate=0.1, reorder=0.2, hold_s=0.05)
+UNEVEN = Link(latency_s=1e-3, jitter=Exponential(5e-3), duplicate=0.1, reorder=0.4, hold_s=0.1)
 MODEL = NetworkModel(UNEVEN, detect_s=0.02)
 TIMEOUTS = Timeouts(warn_s=4.0, arrive_s=8.0)
 ENDED_S = 15.0  # by then whatever has begun has ended
@@ -176,6 +176,7 @@ class History:
         members = tuple(chance.sample(range(self.size), chance.randint(2, self.size)))
         here, there = members[:2]
         first, later, second = (channel, 0), (channel, 1), (channel + 1, 0)
+        self.round |= {first, later, second} if chance.random() < 0.3 else set()
         for name, missing in ((first, there), (later, there), (second, here)):
             self._add(name, members, "apart")
             for rank in members:
@@ -278,8 +279,9 @@ def test_all_members_that_live_raise_the_same_error_and_nobody_else_raises(seeds
         try:
             history = History(seed)
             seen += history.check()
-            if kills := history.kills_in_the_middle():
-                seen += History(seed, kills).check()
+            for _ in range(2):
+                if kills := history.kills_in_the_middle():
+                    seen += History(seed, kills).check()
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
@@ -310,3 +312,15 @@ def test_what_is_no_verdict_or_is_about_others_is_ignored(failed: dict[str, Any]
         return bool(node._doomed)
 
     assert heard() and not heard(**failed)
+
+
+def test_a_member_that_hears_of_a_failure_tells_those_that_it_waits_for() -> None:
+    """They may not have heard: whoever found the failure has died after telling some."""
+    node = Node(3, 5, lambda rank: None)
+    actions = node.on_message(0.0, 1, Failed(0, 0, [0, 1, 3, 4], "PeerLost", (4, "x")), memoryview(b""))
+    assert [action.to for action in actions if isinstance(action, SendMessage)] == [0]
+    actions = node.on_message(0.0, 0, Failed(0, 0, [0, 1, 3, 4], "FrameError", (1, "x"), settled=True), memoryview(b""))
+    assert not actions and not node._doomed  # rank 1 has proposed something, but has not settled on it
+    node.here.lost[1] = PeerLost(1, "it was killed")
+    actions = node.on_view(0.0, [], [1], 0)
+    assert [(action.to, action.header.kind) for action in actions if isinstance(action, SendMessage)] == [(4, "FrameError")]

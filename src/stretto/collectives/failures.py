@@ -248,9 +248,11 @@ class FailureAgreement(Machine):
         return None
 
     def _end(self, now: float, collective: Collective, verdict: Failed) -> None:
-        if collective.request.part_of is not None and verdict.channel < ROUNDS:
+        subject = self._subjects(collective.request)[-1]
+        if subject not in self._doomed:
             self.found(now, collective.request, as_error(verdict))  # then all of its round fails, and it with the round
             return
+        verdict = self._doomed[subject]
         if verdict.beliefs and self.roster.rank not in verdict.beliefs:  # it has begun too late to say what it believes
             mine = (collective.belief, self.inquiry.place_in(collective.name))
             verdict = msgspec.structs.replace(verdict, beliefs={**verdict.beliefs, self.roster.rank: mine})
@@ -289,6 +291,7 @@ class FailureAgreement(Machine):
     # -- settling on a verdict ----------------------------------------------------------------------------------------
 
     def propose(self, now: float, failed: Failed) -> None:
+        """Tell all members of a failure, unless they have been told of one."""
         if failed.name not in self._votes and failed.name not in self._doomed and self._is_about_us(failed):
             self.tell(self.members(failed), failed)
             self._open(now, failed)
