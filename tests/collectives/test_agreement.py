@@ -119,8 +119,8 @@ class Node(FailureAgreement):
         return [table for table in (*own, self.disagreement._disputes, self.disagreement._early) if table]
 
 
-class History:
-    """One history: groups, what their members do when, and what becomes of it."""
+class Scenario:
+    """One history, from a seed: groups, what their members do when, and what becomes of it."""
 
     def __init__(self, seed: int, more_kills: Sequence[Kill] = ()) -> None:
         self.chance = chance = Random(seed)
@@ -277,11 +277,11 @@ def test_all_members_that_live_raise_the_same_error_and_nobody_else_raises(seeds
     seen: Counter[str] = Counter()
     for seed in seeds:
         try:
-            history = History(seed)
+            history = Scenario(seed)
             seen += history.check()
             for _ in range(2):
                 if kills := history.kills_in_the_middle():
-                    seen += History(seed, kills).check()
+                    seen += Scenario(seed, kills).check()
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise

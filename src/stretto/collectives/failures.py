@@ -40,9 +40,9 @@ import msgspec
 
 from stretto.collectives.disagreement import Disagreement
 from stretto.collectives.inquiry import Inquiry
-from stretto.collectives.messages import ROUNDS, Believes, Failed, Header, Name, as_error, as_failed, is_later
+from stretto.collectives.messages import ROUNDS, Believes, Failed, FailureMessage, Name, as_error, as_failed, is_later
 from stretto.collectives.recent import Recent
-from stretto.collectives.request import Collective, Outside, Request
+from stretto.collectives.request import Outside, Request, UnderWay
 from stretto.collectives.whereabouts import Whereabouts
 from stretto.errors import PeerLost, RankMismatch, StrettoError
 from stretto.protocol.machine import Actions, Machine, Reply, SendMessage, SetTimer
@@ -70,11 +70,11 @@ class Roster(Protocol):
 
 
 class HasBegun(NamedTuple):
-    collective: Collective
+    collective: UnderWay
 
 
 class HasEnded(NamedTuple):
-    collective: Collective
+    collective: UnderWay
 
 
 class HasFailed(NamedTuple):
@@ -112,14 +112,14 @@ class History(Recent[Name, str]):
 class FailureAgreement(Machine):
     """See the module's text. `queued`: what was started and has not begun, where a thread of ours begins it later."""
 
-    header_type = Header
+    header_type = FailureMessage
 
     def __init__(self, roster: Roster, timeouts: Timeouts, whereabouts: Whereabouts) -> None:
         self.roster = roster
         self.timeouts = timeouts
         self.world = range(roster.world_size)
         self.queued: Callable[[], Sequence[Named]] = tuple
-        self.under_way: dict[Name, Collective] = {}
+        self.under_way: dict[Name, UnderWay] = {}
         self.history = History()
         self.disagreement = Disagreement(self)
         self.inquiry = Inquiry(self, whereabouts)
@@ -141,7 +141,7 @@ class FailureAgreement(Machine):
             self._has_failed(now, request.collective, request.error)
         return self._take_actions()
 
-    def on_message(self, now: float, source: int, header: Header, payload: memoryview) -> Actions:
+    def on_message(self, now: float, source: int, header: FailureMessage, payload: memoryview) -> Actions:
         match header:
             case Failed():
                 self._heard(now, source, header)
@@ -181,10 +181,10 @@ class FailureAgreement(Machine):
         self._looks = True
         self._actions.append(SetTimer("look", seconds))
 
-    def send(self, to: int, header: Header) -> None:
+    def send(self, to: int, header: FailureMessage) -> None:
         self._actions.append(SendMessage(to, header))
 
-    def tell(self, members: Iterable[int], header: Header) -> None:
+    def tell(self, members: Iterable[int], header: FailureMessage) -> None:
         for rank in members:
             if rank != self.roster.rank and not self.is_gone(rank):
                 self.send(rank, header)
@@ -219,7 +219,7 @@ class FailureAgreement(Machine):
 
     # -- beginning and ending -----------------------------------------------------------------------------------------
 
-    def _check_beginning(self, now: float, collective: Collective) -> None:
+    def _check_beginning(self, now: float, collective: UnderWay) -> None:
         """It may have failed elsewhere, be about to, or have lost a member; or others have said that they disagree."""
         for subject in self._subjects(collective.request) if self._doomed or self._votes else ():
             if subject in self._doomed:
@@ -232,7 +232,7 @@ class FailureAgreement(Machine):
         elif not collective.failing:
             self.disagreement.has_begun(now, collective)
 
-    def _lost_member(self, collective: Collective) -> PeerLost | None:
+    def _lost_member(self, collective: UnderWay) -> PeerLost | None:
         """A member that is gone, if there is one, or has been since the group was made: its rank may be another worker's now."""
         request, members, roster = collective.request, self.members(collective.request), self.roster
         if not collective.watched or len(members) == 1:
@@ -247,7 +247,7 @@ class FailureAgreement(Machine):
             return next((PeerLost(rank, reason) for rank in joined), None)
         return None
 
-    def _end(self, now: float, collective: Collective, verdict: Failed) -> None:
+    def _end(self, now: float, collective: UnderWay, verdict: Failed) -> None:
         subject = self._subjects(collective.request)[-1]
         if subject not in self._doomed:
             self.found(now, collective.request, as_error(verdict))  # then all of its round fails, and it with the round
@@ -259,7 +259,7 @@ class FailureAgreement(Machine):
         self._actions.append(Reply(collective.ticket, error=as_error(verdict)))
         self._forget(collective)
 
-    def _forget(self, collective: Collective | Named) -> None:
+    def _forget(self, collective: UnderWay | Named) -> None:
         """It has ended here. What it was is kept for a while, for peers that ask."""
         name = collective.name
         self.under_way.pop(name, None)
@@ -337,7 +337,7 @@ class FailureAgreement(Machine):
             return False
         return not self.inquiry.is_over(now, self.inquiry.unanswered_since(vote.proposal.name, rank, vote.since))
 
-    def _affected(self, failed: Failed) -> list[Collective]:
+    def _affected(self, failed: Failed) -> list[UnderWay]:
         return [collective for collective in self.under_way.values() if failed.name in self._subjects(collective.request)]
 
     def _carry_out(self, now: float, verdict: Failed) -> None:

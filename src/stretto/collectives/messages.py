@@ -109,7 +109,7 @@ class ProgressReport(msgspec.Struct, frozen=True, array_like=True, tag=4):
     instead: list[Elsewhere]  # of every thread that could begin it; empty: some thread is free to
 
 
-Header = Failed | Believes | ProgressQuery | ProgressReport
+FailureMessage = Failed | Believes | ProgressQuery | ProgressReport
 
 
 def decode(source: int, body: bytes, kind: type[T]) -> T | None:

@@ -82,7 +82,7 @@ class Request:
         return f"{what}, algorithm={plan.algorithm}, {among}){self.label}"
 
 
-class Collective:
+class UnderWay:
     """A collective under way on this rank, as the failure agreement sees it (`failures.py`)."""
 
     request: Request | Outside  # what it is
@@ -98,7 +98,7 @@ class Collective:
         return []
 
 
-class Outside(Collective):
+class Outside(UnderWay):
     """A collective that the torch backend carries out by itself. It has its number among the others, and is known to those who
     ask; `error` is set when it cannot come about, for whoever waits."""
 
