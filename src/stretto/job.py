@@ -22,7 +22,7 @@ from stretto.collectives.plan import Kind
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
 from stretto.collectives.request import Outside
 from stretto.collectives.started import Started
-from stretto.errors import ConfigurationError
+from stretto.errors import ConfigurationError, StrettoError
 from stretto.launching.detect import Launch
 from stretto.launching.introduce import farewell, find_rendezvous, introduce, local_address
 from stretto.launching.ledger_file import write_ledger
@@ -150,15 +150,19 @@ class Job:
             )
         communication = self._communication
         assert communication is not None
-        name = self.endpoint.next_name(group.channel)
+        name = group.next_name(group.channel)
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         belief = f"all_reduce({dtype_name(tensor.dtype)}[{tensor.numel()}], op={op}, algorithm=native)"
         other = Outside(name, belief + label)
 
+        def given_up() -> StrettoError | None:
+            communication.communicator.look_at_the_clock()
+            return other.error
+
         def carry_out() -> None:
             with communication.communicator.outside(other):
                 patience_s = self.timeouts.arrive_s
-                wire.native_all_reduce(tensor, op, name[1], patience_s, stream, label=label, given_up=lambda: other.error)
+                wire.native_all_reduce(tensor, op, name[1], patience_s, stream, label=label, given_up=given_up)
 
         with self.whereabouts.waiting(group.channel, other):
             communication.call(carry_out)

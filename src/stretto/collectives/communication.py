@@ -30,7 +30,7 @@ class CommunicationThread:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.loop = Loop(communicator.wire)
-        communicator.queued = lambda: self._unready + list(self._submitted)
+        communicator.failures.queued = lambda: [pending.request for pending in self._unready + list(self._submitted)]
         self._submitted: deque[Pending] = deque()
         self._unready: list[Pending] = []
         self._stopping = False
@@ -87,7 +87,7 @@ class CommunicationThread:
         for pending in list(self._unready):
             if self._waits_in_vain(pending):
                 self._unready.remove(pending)
-            elif pending.ready is None or pending.ready() or self.communicator.failures.refuse(pending.request) is not None:
+            elif pending.ready is None or pending.ready() or self.communicator.failures.is_doomed(pending.request):
                 self.communicator.begin(pending)
                 self._unready.remove(pending)  # only now: if beginning it fails, it must be among those that are told so
 
