@@ -142,7 +142,7 @@ Decoder = Backend[[Any, Tensor, Blocks, Tensor, bool], None]  # codec, payload, 
 
 
 class KernelCodec(Codec):
-    """A codec that has kernels. Most subclasses write `encoder, decoder = with_kernels("name")`."""
+    """A codec that has kernels. Most subclasses write `encoder, decoder = with_kernels("name_cpu", "name_cuda")`."""
 
     __slots__ = ()
     encoder: ClassVar[Encoder]
@@ -171,11 +171,11 @@ class InTorch(Protocol):
     def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor: ...
 
 
-def with_kernels(name: str) -> tuple[Encoder, Decoder]:
-    """For a codec that is `InTorch`: its own functions, and `encode` and `decode` of kernels/{name}_cpu.py and {name}_cuda.py."""
+def with_kernels(cpu: str, cuda: str) -> tuple[Encoder, Decoder]:
+    """For a codec that is `InTorch`: its own functions, and `encode` and `decode` of these two files in `kernels/`."""
     return (
-        Backend(_encode_in_torch, f"{name}_cpu.encode", f"{name}_cuda.encode"),
-        Backend(_decode_in_torch, f"{name}_cpu.decode", f"{name}_cuda.decode"),
+        Backend(_encode_in_torch, f"{cpu}.encode", f"{cuda}.encode"),
+        Backend(_decode_in_torch, f"{cpu}.decode", f"{cuda}.decode"),
     )
 
 

@@ -46,7 +46,7 @@ class Dynamic8(KernelCodec):
 
     block: int = 4096
     splits: ClassVar[bool] = True
-    encoder, decoder = with_kernels("dynamic8")
+    encoder, decoder = with_kernels("dynamic8_cpu", "dynamic8_cuda")
 
     def __post_init__(self) -> None:
         if not is_count(self.block):

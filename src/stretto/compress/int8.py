@@ -56,7 +56,7 @@ class Int8(KernelCodec):
     block: int = 256
     stochastic: bool = False
     splits: ClassVar[bool] = True
-    encoder, decoder = with_kernels("int8")
+    encoder, decoder = with_kernels("int8_cpu", "int8_cuda")
 
     def __post_init__(self) -> None:
         if not is_count(self.block):

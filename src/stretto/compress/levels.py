@@ -57,7 +57,7 @@ class RandomLevels(KernelCodec):
 
     __slots__ = ()
     splits: ClassVar[bool] = True
-    encoder, decoder = with_kernels("levels")
+    encoder, decoder = with_kernels("levels_cpu", "levels_cuda")
 
     @property
     @abstractmethod

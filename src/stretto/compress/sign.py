@@ -47,7 +47,7 @@ class Sign(KernelCodec):
     block: int = 256
     vote: bool = False
     splits: ClassVar[bool] = True
-    encoder, decoder = with_kernels("sign")
+    encoder, decoder = with_kernels("signs_cpu", "sign_cuda")
 
     @property
     def wants_feedback(self) -> bool:  # type: ignore[override]  # a vote is a method of its own

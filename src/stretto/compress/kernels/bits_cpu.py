@@ -22,6 +22,7 @@ from stretto.compress.kernels.random_numbers_cpu import mix
 from stretto.compress.random_numbers import GOLDEN
 
 Floats = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.uint32]  # of floats
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
@@ -47,13 +48,22 @@ add: Any = intrinsic(_type_add)
 
 
 @compiled
-def largest_magnitude(values: Floats) -> np.float32:
-    """Floats without their sign bit are in the order of the integers that have the same bits."""
-    bits, most = values.view(np.uint32), np.uint32(0)
+def float_of(bits: np.uint32) -> np.float32:
+    return np.uint32(bits).view(np.float32)
+
+
+@compiled
+def largest_bits(bits: Bits) -> np.uint32:
+    """Of the largest magnitude: floats without their sign bit are in the order of the integers that have the same bits."""
+    most = np.uint32(0)
     for i in range(len(bits)):
         most = max(most, np.uint32(bits[i] & _MAGNITUDE))
-    largest = np.uint32(most)
-    return largest.view(np.float32)
+    return most
+
+
+@compiled
+def largest_magnitude(values: Floats) -> np.float32:
+    return float_of(largest_bits(values.view(np.uint32)))
 
 
 @compiled
