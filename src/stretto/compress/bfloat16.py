@@ -40,7 +40,7 @@ class BFloat16(SixteenBits):
 
     stochastic: bool = False
     payload_dtype: ClassVar[torch.dtype] = torch.bfloat16
-    encoder, decoder = with_kernels("sixteen_bits_cpu", "bfloat16_cuda")
+    encoder, decoder = with_kernels("sixteen_bits_cpu", "sixteen_bits_cuda")
 
     def __post_init__(self) -> None:
         if not isinstance(self.stochastic, bool):

@@ -37,7 +37,7 @@ class Float16(SixteenBits):
     """Values as halves."""
 
     payload_dtype: ClassVar[torch.dtype] = torch.float16
-    encoder, decoder = with_kernels("sixteen_bits_cpu", "float16_cuda")
+    encoder, decoder = with_kernels("sixteen_bits_cpu", "sixteen_bits_cuda")
 
     @property
     def limit(self) -> float:
