@@ -114,10 +114,7 @@ def _decode(halves, out, problem, n, BRAIN: tl.constexpr, ADDING: tl.constexpr, 
 @triton.jit
 def _decode_at(halves, out, problem, at, mask, BRAIN: tl.constexpr, ADDING: tl.constexpr):
     half = tl.load(halves + at, mask=mask)
-    if BRAIN:
-        x = (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        x = half.to(tl.float16, bitcast=True).to(tl.float32)
+    x = (half.to(tl.int32) << 16).to(tl.float32, bitcast=True) if BRAIN else half.to(tl.float16, bitcast=True).to(tl.float32)
     if ADDING:
         x += tl.load(out + at, mask=mask)
     tl.store(out + at, x, mask=mask)
