@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from stretto.compress.backend import accelerated
-from stretto.compress.int8 import check, codes_of, scales_of
+from stretto.compress.int8 import check_codes, codes_of, scales_of
 from stretto.errors import MalformedPayload
 
 Floats = NDArray[np.float32]
@@ -74,7 +74,7 @@ def decode_units(payload: Bytes, unit: int, values: Floats, adding: bool) -> Non
     rows = torch.zeros(-(-len(values) // unit), 4 + unit, dtype=torch.uint8, device="cpu")
     rows.view(-1)[: len(payload)] = torch.from_numpy(payload.copy())  # torch does not take memory that is read-only
     scales, codes = rows[:, :4].flatten().view(torch.float32).unsqueeze(1), rows[:, 4:].contiguous()
-    check(scales, codes, scales.expand(codes.shape))
+    check_codes(scales, codes, scales.expand(codes.shape))
     decoded = (codes.view(torch.int8) * scales).flatten()[: len(values)].numpy()
     values[:] = values + decoded if adding else decoded
 

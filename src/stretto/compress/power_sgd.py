@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress.backend import accelerated
-from stretto.compress.checks import is_count, is_number
+from stretto.compress.checks import check, is_count, is_number
 from stretto.compress.codec import Compression
 from stretto.compress.exchange import bytes_of_sum
 from stretto.compress.layout import Layout, TensorPlace
@@ -42,7 +42,6 @@ from stretto.compress.matrices import Matrices, Matrix
 from stretto.compress.none import NoCompression
 from stretto.compress.orthogonal import cut, orthonormalise
 from stretto.compress.rounds import ExchangeContext, Steps, Sum
-from stretto.errors import ConfigurationError
 
 Q = "q"
 
@@ -56,16 +55,11 @@ class PowerSGD(Compression):
     wants_feedback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not is_count(self.rank):
-            raise ConfigurationError(
-                f"PowerSGD(rank={self.rank!r}): the rank is the number of directions that are sent, a whole number from 1.\n"
-                f"Write PowerSGD(rank=4), or less for fewer bytes."
-            )
-        if not is_number(self.min_rate) or self.min_rate < 0:
-            raise ConfigurationError(
-                f"PowerSGD(min_rate={self.min_rate!r}): the least factor by which a tensor must shrink is a number from 0.\n"
-                f"Write min_rate=2.0, or min_rate=0.0 to compress every matrix."
-            )
+        why = "the rank is the number of directions that are sent, a whole number from 1"
+        check(is_count(self.rank), self, "rank", why, "PowerSGD(rank=4), or less for fewer bytes")
+        why = "the least factor by which a tensor must shrink is a number from 0"
+        shrinks = is_number(self.min_rate) and self.min_rate >= 0
+        check(shrinks, self, "min_rate", why, "min_rate=2.0, or min_rate=0.0 to compress every matrix")
 
     def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:
         a, b = _sides(TensorPlace(name, shape, 0))

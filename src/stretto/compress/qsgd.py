@@ -22,10 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from stretto.compress.checks import is_count
+from stretto.compress.checks import check, is_count
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.levels import Levels, RandomLevels
-from stretto.errors import ConfigurationError
 
 Norm = Literal["max", "l2"]
 
@@ -40,20 +39,11 @@ class QSGD(RandomLevels):
     unbiased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not is_count(self.bits, 2) or self.bits > 8:
-            raise ConfigurationError(
-                f"QSGD(bits={self.bits!r}): a value has a sign and at least one bit of level, and no more than 8 bits.\n"
-                f"Write QSGD(bits=4) or any whole number from 2 to 8."
-            )
-        if not is_count(self.bucket):
-            raise ConfigurationError(
-                f"QSGD(bucket={self.bucket!r}): a bucket has a whole number of values, at least 1.\nWrite QSGD(bucket=512)."
-            )
-        if self.norm not in ("max", "l2"):
-            raise ConfigurationError(
-                f"QSGD(norm={self.norm!r}): there is no such norm here.\n"
-                f'Write norm="max" (less error) or norm="l2" (as published).'
-            )
+        why = "a value has a sign and at least one bit of level, and no more than 8 bits"
+        check(is_count(self.bits, 2) and self.bits <= 8, self, "bits", why, "QSGD(bits=4) or any whole number from 2 to 8")
+        check(is_count(self.bucket), self, "bucket", "a bucket has a whole number of values, at least 1", "QSGD(bucket=512)")
+        known = self.norm in ("max", "l2")
+        check(known, self, "norm", "there is no such norm here", 'norm="max" (less error) or norm="l2" (as published)')
 
     @property
     def no_contraction(self) -> str | None:  # type: ignore[override]

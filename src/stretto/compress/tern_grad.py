@@ -21,10 +21,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stretto.compress.checks import is_count, is_number
+from stretto.compress.checks import check, is_count, is_number
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.levels import Levels, RandomLevels
-from stretto.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +35,14 @@ class TernGrad(RandomLevels):
     no_contraction: ClassVar[str | None] = "it may err by more than it is given, so what is left over grows and is not said"
 
     def __post_init__(self) -> None:
-        if self.clip is not None and (not is_number(self.clip) or self.clip <= 0):
-            raise ConfigurationError(
-                f"TernGrad(clip={self.clip!r}): values are clipped to so many standard deviations, a finite number above 0.\n"
-                f"Write TernGrad(clip=2.5) as published, or TernGrad(clip=None) for no clipping."
-            )
-        if self.block is not None and not is_count(self.block):
-            raise ConfigurationError(
-                f"TernGrad(block={self.block!r}): a block has a whole number of values, at least 1.\n"
-                f"Write TernGrad(block=4096), or TernGrad(block=None) for one scale per tensor."
-            )
+        clips = self.clip is None or (is_number(self.clip) and self.clip > 0)
+        why = "values are clipped to so many standard deviations, a finite number above 0"
+        check(clips, self, "clip", why, "TernGrad(clip=2.5) as published, or TernGrad(clip=None) for no clipping")
+        why, instead = (
+            "a block has a whole number of values, at least 1",
+            "TernGrad(block=4096), or block=None for a scale per tensor",
+        )
+        check(self.block is None or is_count(self.block), self, "block", why, instead)
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
