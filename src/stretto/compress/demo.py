@@ -66,7 +66,7 @@ class DeMo(Compression):
         check(isinstance(self.sign, bool), self, "sign", "it is a yes or a no", "True or False")
 
     def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
-        frequencies = self._frequencies(context, values.device)
+        frequencies = context.keep(self, lambda: Frequencies(context.layout, self.k, self.chunk, values.device))
         own = context.state.own
         momentum = torch.mul(own.flat(MOMENTUM), self.decay, out=own.next_flat(MOMENTUM)).add_(values)
         momentum.clamp_(-LARGEST_MOMENTUM, LARGEST_MOMENTUM)
@@ -79,11 +79,6 @@ class DeMo(Compression):
         values.copy_(frequencies.inverse(self._mean(rows, frequencies)))
         if self.sign:
             values.sign_()
-
-    def _frequencies(self, context: ExchangeContext, device: torch.device) -> Frequencies:
-        if self not in context.kept:
-            context.kept[self] = Frequencies(context.layout, self.k, self.chunk, device)
-        return context.kept[self]  # type: ignore[no-any-return]
 
     def _mean(self, rows: Tensor, frequencies: Frequencies) -> Tensor:
         total = torch.zeros(frequencies.num_elements, device=rows.device, dtype=torch.float32)

@@ -108,7 +108,7 @@ class DGC(Compression):
         if self.fraction == 1:
             yield from self._dense().exchange(values, context)
             return
-        blocks, density = self._blocks_of(context), self.density(context.state.rounds)
+        blocks, density = context.keep(self, context.layout.whole), self.density(context.state.rounds)
         most = [max(1, math.ceil(density * n)) for n in blocks.lengths.tolist()]
         clip_each(values, context, self.clip)
         kept = accumulate(values, context.state.own, self.momentum, self.nesterov)
@@ -122,11 +122,6 @@ class DGC(Compression):
 
     def _dense(self) -> DenseMomentum:
         return DenseMomentum(self.momentum, self.nesterov, self.clip)
-
-    def _blocks_of(self, context: ExchangeContext) -> Blocks:
-        if self not in context.kept:
-            context.kept[self] = context.layout.whole()
-        return context.kept[self]  # type: ignore[no-any-return]
 
 
 def accumulate(g: Tensor, own: Section, momentum: float, nesterov: bool) -> Accumulators:

@@ -67,7 +67,7 @@ class PowerSGD(Compression):
         return self if len(shape) > 1 and r > 0 and a * b >= self.min_rate * r * (a + b) else NoCompression()
 
     def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
-        matrices = self._matrices_of(context)
+        matrices = context.keep(self, lambda: self._matrices(context.layout))
         right = _remembered(matrices, context)
         left = torch.empty(sum(r * a for r, a in matrices.lefts), device=values.device, dtype=torch.float32)
         times_right(values, right, matrices, left)
@@ -84,11 +84,6 @@ class PowerSGD(Compression):
         matrices = self._matrices(layout)
         lengths = (sum(r * n for r, n in shapes) for shapes in (matrices.lefts, matrices.rights))
         return sum(bytes_of_sum(length, 4, rank, world_size, algorithm) for length in lengths)
-
-    def _matrices_of(self, context: ExchangeContext) -> Matrices:
-        if self not in context.kept:
-            context.kept[self] = self._matrices(context.layout)
-        return context.kept[self]  # type: ignore[no-any-return]
 
     def _matrices(self, layout: Layout) -> Matrices:
         sides = [(place, *_sides(place)) for place in layout.places if place.size]

@@ -17,7 +17,7 @@ from stretto.compress.kernels.bits_cpu import Bits, Floats, float_of, largest_bi
 from stretto.compress.kernels.bits_cpu import Bytes as Codes
 from stretto.compress.kernels.bits_cpu import Ints as Bounds
 from stretto.compress.kernels.compiling import compiled
-from stretto.compress.kernels.random_numbers_cpu import bits_of, mix
+from stretto.compress.kernels.random_numbers_cpu import GOLDEN, first_state, uniform
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
 
@@ -25,7 +25,6 @@ FINITE = np.uint32(0x7F7FFFFF)
 LOWER, UPPER = np.uint32(int8.LOWER_BITS), np.uint32(0xFFFFFFFF ^ int8.LOWER_BITS)
 SMALLEST, LARGEST, ALL_ZERO = np.uint32(int8.SMALLEST_SCALE), np.uint32(int8.LARGEST_SCALE), np.uint32(int8.ALL_ZERO)
 MOST, ONE, NOTHING = np.float32(127), np.float32(1), np.uint32(0)
-ULP, EIGHT = np.float32(2.0**-24), np.uint32(8)
 LARGEST_SCALE = LARGEST.view(np.float32)
 ROUNDS = np.float32(1.5 * 2**23)  # leaves no room for a fraction: the lowest byte of x + it is x rounded, ties to even
 GOOD, BAD_SCALE, BAD_CODE, NOT_ZERO = 0, 1, 2, 3  # numbers in `int8.PROBLEMS`
@@ -73,13 +72,13 @@ def quantise(bits: Bits, scale: np.float32, codes: Codes) -> None:
 
 
 @compiled
-def quantise_stochastic(bits: Bits, scale: np.float32, base: np.uint32, codes: Codes) -> None:
+def quantise_stochastic(bits: Bits, scale: np.float32, state: np.uint32, codes: Codes) -> None:
     divisor = scale if scale > 0 else ONE
     for i in range(len(bits)):
         quotient = float_of(bits[i]) / divisor
         down = np.floor(quotient)
-        uniform = np.float32(np.int32(bits_of(base, i) >> EIGHT)) * ULP
-        rounded = down + (ONE if uniform < quotient - down else np.float32(0))
+        rounded = down + (ONE if uniform(state) < quotient - down else np.float32(0))
+        state = np.uint32(state + GOLDEN)
         codes[i] = np.uint8(np.int32(max(min(rounded, MOST), -MOST)))
 
 
@@ -129,7 +128,7 @@ def _encode(
         x, out = bits[bounds[b] : bounds[b + 1]], codes[bounds[b] : bounds[b + 1]]
         scales[b] = scale_bits_of(x)
         if stochastic:
-            quantise_stochastic(x, float_of(scales[b]), mix(np.uint32(keys[b] ^ key)), out)
+            quantise_stochastic(x, float_of(scales[b]), first_state(keys[b], key, 0), out)
         else:
             quantise(x, float_of(scales[b]), out)
         if residual:

@@ -16,6 +16,7 @@ from stretto.compress.bits import BAD_FIELD, BAD_PADDING, BAD_SCALE, FINE
 from stretto.compress.kernels import bits_cpu
 from stretto.compress.kernels.bits_cpu import PIECE, Bytes, Floats, Ints
 from stretto.compress.kernels.compiling import compiled
+from stretto.compress.kernels.random_numbers_cpu import GOLDEN, first_state, uniform
 from stretto.compress.layout import Blocks
 from stretto.compress.levels import RandomLevels
 from stretto.compress.random_numbers import RandomKeys
@@ -51,7 +52,7 @@ def _encode(
         for start in range(0, len(block), PIECE):
             piece = block[start : start + PIECE]
             width = (len(piece) * bits + 7) // 8
-            _quantise(piece, bits_cpu.first_state(keys[b], key, start), units[b], levels, fields)
+            _quantise(piece, first_state(keys[b], key, start), units[b], levels, fields)
             bits_cpu.pack_fields(fields[: (len(piece) + 7) // 8 * 8], bits, packed[at : at + width])
             at += width
             if leave_residual:
@@ -74,14 +75,14 @@ def _quantise(piece: Floats, state: np.uint32, unit: np.float32, levels: np.floa
     divisor = unit if unit > 0 else np.float32(1)
     for i in range(len(piece)):
         if levels == 1:  # also the only one whose unit may be clipped. The compiler makes two loops of it
-            level = np.int32(bits_cpu.uniform(state) < min(abs(piece[i]), unit) / divisor)
+            level = np.int32(uniform(state) < min(abs(piece[i]), unit) / divisor)
         else:
             exact = abs(piece[i]) / divisor * levels
             level = np.int32(exact)
-            level = np.int32(level + np.int32(bits_cpu.uniform(state) < exact - np.float32(level)))
+            level = np.int32(level + np.int32(uniform(state) < exact - np.float32(level)))
         negative = np.int32(piece[i] < 0) & np.int32(level > 0)
         fields[i] = np.uint8(2 * level + negative)
-        state = np.uint32(state + bits_cpu.GOLDEN_STEP)
+        state = np.uint32(state + GOLDEN)
 
 
 @compiled

@@ -23,7 +23,7 @@ from torch import Tensor
 from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.kernels.bits_cpu import Bits, Floats, Ints, float_of
 from stretto.compress.kernels.compiling import compiled
-from stretto.compress.kernels.random_numbers_cpu import bits_of, mix
+from stretto.compress.kernels.random_numbers_cpu import GOLDEN, first_state, mix
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sixteen_bits import SixteenBits, halves_of, refuse_if
@@ -102,12 +102,13 @@ def _encode(bits: Bits, limit_bits: int, brain: bool, out: Halves, residual: boo
 def _encode_stochastic(bits: Bits, bounds: Ints, keys: Ints, key: int, limit_bits: int, out: Halves, residual: bool) -> None:
     limit = np.uint32(limit_bits)
     for b in range(len(keys)):
-        base = mix(np.uint32(keys[b] ^ key))
+        state = first_state(keys[b], key, 0)
         x, halves = bits[bounds[b] : bounds[b + 1]], out[bounds[b] : bounds[b + 1]]
         for i in range(len(x)):
             magnitude = min(np.uint32(x[i] & MAGNITUDE), limit)
-            magnitude = np.uint32(magnitude + np.uint32(bits_of(base, i) >> SIXTEEN))
+            magnitude = np.uint32(magnitude + np.uint32(mix(state) >> SIXTEEN))
             halves[i] = np.uint16(np.uint32(magnitude | np.uint32(x[i] & SIGN)) >> SIXTEEN)
+            state = np.uint32(state + GOLDEN)
         if residual:
             for i in range(len(x)):
                 x[i] = np.float32(float_of(x[i]) - value_of(np.uint32(halves[i]), True)).view(np.uint32)
