@@ -46,10 +46,6 @@ class BFloat16(SixteenBits):
         check(isinstance(self.stochastic, bool), self, "stochastic", "it is a yes or a no", "True or False")
 
     @property
-    def unbiased(self) -> bool:  # type: ignore[override]  # depends on the argument
-        return self.stochastic
-
-    @property
     def limit_bits(self) -> int:
         return LARGEST
 

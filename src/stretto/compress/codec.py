@@ -83,7 +83,6 @@ class Codec(Compression):
     __slots__ = ()
     payload_dtype: ClassVar[torch.dtype | None] = None
     splits: ClassVar[bool] = False
-    unbiased: ClassVar[bool] = False  # E[decode(encode(x))] = x
 
     @abstractmethod
     def blocks(self, layout: Layout) -> Blocks:

@@ -63,10 +63,6 @@ class Int8(KernelCodec):
         check(isinstance(self.stochastic, bool), self, "stochastic", "it is a yes or a no", "True or False")
 
     @property
-    def unbiased(self) -> bool:  # type: ignore[override]  # depends on the argument
-        return self.stochastic
-
-    @property
     def no_contraction(self) -> str | None:  # type: ignore[override]
         """Rounded to the nearest, no value errs by more than itself; at random, d values err by up to d / (4 * 127^2) |x|^2."""
         if not self.stochastic or self.block < 4 * 127**2:

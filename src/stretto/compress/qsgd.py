@@ -20,7 +20,7 @@ Reference: Alistarh et al., "QSGD", NeurIPS 2017 (with "l2"; in practice it take
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from stretto.compress.checks import check, is_count
 from stretto.compress.layout import Blocks, Layout
@@ -36,7 +36,6 @@ class QSGD(RandomLevels):
     bits: int = 4
     bucket: int = 512
     norm: Norm = "max"
-    unbiased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         why = "a value has a sign and at least one bit of level, and no more than 8 bits"

@@ -58,10 +58,6 @@ class RandomK(Codec):
         check(isinstance(self.scaled, bool), self, "scaled", "that is neither True nor False", instead)
 
     @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        return self.scaled
-
-    @property
     def wants_feedback(self) -> bool:  # type: ignore[override]
         return not self.scaled
 

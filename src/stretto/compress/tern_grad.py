@@ -44,11 +44,6 @@ class TernGrad(RandomLevels):
         )
         check(self.block is None or is_count(self.block), self, "block", why, instead)
 
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        """E[decode(encode(x))] = x."""
-        return self.clip is None
-
     def blocks(self, layout: Layout) -> Blocks:
         return layout.cut(lambda place: place.size if self.block is None else self.block)
 

@@ -18,22 +18,17 @@ LARGEST = np.float32(np.finfo(np.float32).max)
 
 def accumulate(g: Tensor, before: Accumulators, momentum: float, nesterov: bool, after: Accumulators) -> None:
     mu = torch.tensor([momentum], dtype=torch.float32, device="cpu")
-    (_accumulate_nesterov if nesterov else _accumulate)(*(x.numpy() for x in (g, *before, mu, *after)))
+    _accumulate(*(x.numpy() for x in (g, *before, mu, *after)), nesterov)
 
 
 @compiled
-def _accumulate(g: Array, u: Array, v: Array, momentum: Array, next_u: Array, next_v: Array) -> None:
+def _accumulate(g: Array, u: Array, v: Array, momentum: Array, next_u: Array, next_v: Array, nesterov: bool) -> None:
     mu = momentum[0]
     for i in range(len(g)):
-        x = min(max(mu * u[i] + g[i], -LARGEST), LARGEST)
+        if nesterov:  # the compiler makes two loops of it
+            x = mu * min(max(u[i] + g[i], -LARGEST), LARGEST)
+            next_v[i] = min(max((v[i] + x) + g[i], -LARGEST), LARGEST)
+        else:
+            x = min(max(mu * u[i] + g[i], -LARGEST), LARGEST)
+            next_v[i] = min(max(v[i] + x, -LARGEST), LARGEST)
         next_u[i] = x
-        next_v[i] = min(max(v[i] + x, -LARGEST), LARGEST)
-
-
-@compiled
-def _accumulate_nesterov(g: Array, u: Array, v: Array, momentum: Array, next_u: Array, next_v: Array) -> None:
-    mu = momentum[0]
-    for i in range(len(g)):
-        x = mu * min(max(u[i] + g[i], -LARGEST), LARGEST)
-        next_u[i] = x
-        next_v[i] = min(max((v[i] + x) + g[i], -LARGEST), LARGEST)
