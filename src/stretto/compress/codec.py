@@ -136,8 +136,10 @@ class Codec(Compression):
         return f"the payloads of {self!r} do not add up, and {algorithm!r} adds what it carries"
 
 
-Encoder = Backend[[Any, Tensor, Blocks, RandomKeys, bool], Tensor]  # codec, values, blocks, random, whether to leave the residual
-Decoder = Backend[[Any, Tensor, Blocks, Tensor, bool], None]  # codec, payload, blocks, out, whether to add to it or replace it
+# codec, values, blocks, random, whether to leave in `values` what the payload leaves out
+Encoder = Backend[[Any, Tensor, Blocks, RandomKeys, bool], Tensor]
+# codec, payload, blocks, out, whether to add to it or replace it. On a GPU it waits for the device, to judge the payload
+Decoder = Backend[[Any, Tensor, Blocks, Tensor, bool], None]
 
 
 class KernelCodec(Codec):

@@ -34,9 +34,10 @@ from torch import Tensor
 from stretto.compress.checks import check, is_count, is_number
 from stretto.compress.codec import Compression
 from stretto.compress.cosine import ChunkedCosine
+from stretto.compress.exchange import blamed_on
 from stretto.compress.layout import Layout, TensorPlace
 from stretto.compress.rounds import ExchangeContext, Gather, Steps
-from stretto.errors import FrameError, MalformedPayload
+from stretto.errors import MalformedPayload
 
 MOMENTUM = "momentum"
 MAX_CHUNK = 256  # squared, the most positions that 16 bits can tell apart
@@ -84,10 +85,8 @@ class DeMo(Compression):
         total = torch.zeros(frequencies.num_elements, device=rows.device, dtype=torch.float32)
         senders = torch.zeros_like(total)
         for rank, row in enumerate(rows):
-            try:
+            with blamed_on(rank, repr(self)):
                 frequencies.add_unpacked(row, total, senders)
-            except MalformedPayload as problem:
-                raise FrameError(rank, f"{self!r}: {problem}") from problem
         return total.div_(senders.clamp_(min=1))
 
     def refusal(self, algorithm: str) -> str | None:

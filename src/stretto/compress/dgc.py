@@ -39,14 +39,13 @@ from stretto.compress.backend import accelerated
 from stretto.compress.checks import check, is_count, is_number
 from stretto.compress.codec import Compression
 from stretto.compress.dense_momentum import OPTIMIZER, VELOCITY, DenseMomentum, check_momentum, clip_each
-from stretto.compress.exchange import checked_lengths
+from stretto.compress.exchange import blamed_on, gather_payloads
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import RandomKeys
-from stretto.compress.rounds import ExchangeContext, Gather, Steps
+from stretto.compress.rounds import ExchangeContext, Steps
 from stretto.compress.run_length import decode_sparse, encode_sparse, max_bytes
 from stretto.compress.sampled_selection import select_largest
 from stretto.compress.state import Section
-from stretto.errors import FrameError, MalformedPayload
 
 ACCUMULATED = "accumulated"
 SMALL = 1024
@@ -113,12 +112,13 @@ class DGC(Compression):
         clip_each(values, context, self.clip)
         kept = accumulate(values, context.state.own, self.momentum, self.nesterov)
         payload = take_largest(kept, blocks, most, context.random, self.masking)
-        told = yield Gather(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))
-        lengths = checked_lengths(told.flatten().tolist(), max_bytes(blocks, most), "DGC")
-        rows = yield Gather(torch.nn.functional.pad(payload, (0, max(lengths) - len(payload))))
+        rows = yield from gather_payloads(payload, max_bytes(blocks, most), "DGC")
         values.zero_()
-        for rank, length in enumerate(lengths):
-            _add(rows[rank, :length], blocks, 1.0 / context.world_size, values, rank)
+        for rank, row in enumerate(rows):
+            with blamed_on(rank, "DGC"):
+                positions, sent = decode_sparse(row, blocks)
+            # Weighted first: the sum of P values may be too large for float32.
+            values.index_add_(0, positions, sent * (1.0 / context.world_size))
 
     def _dense(self) -> DenseMomentum:
         return DenseMomentum(self.momentum, self.nesterov, self.clip)
@@ -156,11 +156,3 @@ def take_largest(kept: Accumulators, blocks: Blocks, most: list[int], random: Ra
     if masking:
         kept.u[positions] = 0.0
     return payload
-
-
-def _add(payload: Tensor, blocks: Blocks, weight: float, total: Tensor, rank: int) -> None:
-    try:
-        positions, values = decode_sparse(payload, blocks)
-    except MalformedPayload as problem:
-        raise FrameError(rank, f"DGC: {problem}") from problem
-    total.index_add_(0, positions, values * weight)  # weighted first: the sum of P values may be too large for float32

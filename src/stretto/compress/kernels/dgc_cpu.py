@@ -18,11 +18,11 @@ LARGEST = np.float32(np.finfo(np.float32).max)
 
 def accumulate(g: Tensor, before: Accumulators, momentum: float, nesterov: bool, after: Accumulators) -> None:
     mu = torch.tensor([momentum], dtype=torch.float32, device="cpu")
-    _accumulate(*(x.numpy() for x in (g, *before, mu, *after)), nesterov)
+    _accumulate(nesterov, *(x.numpy() for x in (g, *before, mu, *after)))
 
 
 @compiled
-def _accumulate(g: Array, u: Array, v: Array, momentum: Array, next_u: Array, next_v: Array, nesterov: bool) -> None:
+def _accumulate(nesterov: bool, g: Array, u: Array, v: Array, momentum: Array, next_u: Array, next_v: Array) -> None:
     mu = momentum[0]
     for i in range(len(g)):
         if nesterov:  # the compiler makes two loops of it

@@ -45,7 +45,6 @@ BAD_FIELD = tl.constexpr(packing.BAD_FIELD)
 
 
 def encode(codec: RandomLevels, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what the payload leaves out."""
     levels = codec.levels
     plan = plan_of(blocks, levels.bits, values.device)
     payload, units = blank(plan, values.device)
@@ -64,7 +63,6 @@ def encode(codec: RandomLevels, values: Tensor, blocks: Blocks, random: RandomKe
 
 
 def decode(codec: RandomLevels, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-    """Waits for the device."""
     levels = codec.levels
     plan = plan_of(blocks, levels.bits, out.device)
     check_length(payload, plan)

@@ -27,7 +27,6 @@ BAD_SCALE, BAD_PADDING = tl.constexpr(bits.BAD_SCALE), tl.constexpr(bits.BAD_PAD
 
 
 def encode(codec: Sign, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what the payload leaves out; never for a vote."""
     cut, scaled = device_blocks_of(blocks, values.device), not codec.vote
     header = 4 * len(blocks) if scaled else 0
     payload = torch.empty(header + cut.num_packed, dtype=torch.uint8, device=values.device)
@@ -40,7 +39,6 @@ def encode(codec: Sign, values: Tensor, blocks: Blocks, random: RandomKeys, resi
 
 
 def decode(codec: Sign, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-    """Waits for the device."""
     cut, scaled = device_blocks_of(blocks, out.device), not codec.vote
     expected = cut.num_packed + (4 * len(blocks) if scaled else 0)
     if len(payload) != expected:

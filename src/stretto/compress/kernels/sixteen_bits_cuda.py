@@ -31,7 +31,6 @@ HALF_MAGNITUDE, HALF_INFINITE, BRAIN_INFINITE = tl.constexpr(0x7FFF), tl.constex
 
 
 def encode(codec: Float16 | BFloat16, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what the payload leaves out."""
     brain = isinstance(codec, BFloat16)
     halves = torch.empty(len(values), dtype=torch.int16 if brain else torch.float16, device=values.device)
     if len(values) and isinstance(codec, BFloat16) and codec.stochastic:
@@ -50,7 +49,6 @@ def encode(codec: Float16 | BFloat16, values: Tensor, blocks: Blocks, random: Ra
 
 
 def decode(codec: Float16 | BFloat16, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-    """Waits for the device."""
     halves, problem, brain = halves_of(payload, blocks), new_flag(out.device), isinstance(codec, BFloat16)
     if len(out):
         _decode[(triton.cdiv(len(out), TILE),)](halves, out, problem, len(out), BRAIN=brain, ADDING=adding, TILE=TILE)
