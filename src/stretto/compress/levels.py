@@ -44,7 +44,7 @@ class Levels(NamedTuple):
         return self.l2 or self.clip < math.inf
 
     def unit(self, largest: Tensor, squares: Tensor, lengths: Tensor) -> Tensor:
-        """Of each block, from its largest magnitude and, if that `needs_squares`, their sum (float64).
+        """The unit of each block, from its largest magnitude and, where that `needs_squares`, the sum of its squares (float64).
 
         An l2 norm too large for float32 becomes the largest float32, which is as good a unit: no magnitude is above it."""
         if self.l2:

@@ -50,7 +50,7 @@ def float_of(bits: np.uint32) -> np.float32:
 
 @compiled
 def largest_bits(bits: Bits) -> np.uint32:
-    """Of the largest magnitude: floats without their sign bit are in the order of the integers that have the same bits."""
+    """The bits of the largest magnitude: without their sign bit, floats are in the order of the integers that have their bits."""
     most = np.uint32(0)
     for i in range(len(bits)):
         most = max(most, np.uint32(bits[i] & _MAGNITUDE))
