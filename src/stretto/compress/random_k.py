@@ -53,7 +53,7 @@ class RandomK(Codec):
     payload_dtype: ClassVar[torch.dtype | None] = torch.float32
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fraction", sparse_format.checked_fraction("RandomK", self.fraction))
+        object.__setattr__(self, "fraction", sparse_format.checked_fraction(self))
         instead = f"ErrorFeedback(RandomK({self.fraction})), or RandomK({self.fraction}, scaled=True) without error feedback"
         check(isinstance(self.scaled, bool), self, "scaled", "that is neither True nor False", instead)
 
