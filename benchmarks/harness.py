@@ -14,10 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from stretto.bench.machine import MachineInfo
 from stretto.bench.results import as_json
+from stretto.bench.turns import check_device
 from stretto.errors import ConfigurationError, StrettoError
 
 LEAST_ROUNDS = 7
@@ -111,12 +110,7 @@ def folder_of(options: argparse.Namespace) -> Path:
 
 
 def check(device: str, rounds: int) -> None:
-    """Workers without a GPU would be given their CPU, and its times would be taken for a GPU's."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(
-            "--device cuda: torch sees no GPU here (`stretto doctor` says what it sees). Leave the option out, or run it where "
-            "there is one."
-        )
+    check_device(device)
     if rounds < 1:
         raise ConfigurationError(f"--rounds {rounds}: there would be nothing to report. Write {LEAST_ROUNDS} or more.")
 

@@ -22,7 +22,7 @@ from stretto.job import Job, join, was_made
 from stretto.launching.detect import Launch
 from stretto.launching.membership import Peer
 from stretto.plan.choose import Choices, Trial
-from stretto.plan.network import LinkEstimate
+from stretto.plan.costs import LinkCosts
 from stretto.testing import run_threads
 from stretto.testing.threads import threads_world
 from stretto.timeouts import Timeouts
@@ -284,7 +284,7 @@ def test_whether_an_optimizer_was_ever_made_is_known() -> None:
 
 def test_rank_0_decides_what_auto_takes_however_others_have_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements are shared, but a rounding may differ between machines: here every rank comes to a conclusion of its own."""
-    link = LinkEstimate(1e-4, 1e-9, 1e-10)
+    link = LinkCosts(1e-4, 1e-9, 1e-10)
 
     def trials(*_: Any) -> list[Trial]:
         return [Trial(4096 << stretto.rank(), ("ring", "direct", "butterfly")[stretto.rank()])]

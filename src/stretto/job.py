@@ -284,7 +284,7 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
             f'Use wire="zeromq" (or "auto"), or, on a network that you trust, set STRETTO_ENCRYPT=off on every node.'
         )
     launch = find_rendezvous(launch, timeouts)
-    ours = _make_wire(launch, timeouts, wire)
+    ours = make_wire(launch, timeouts, wire)
     try:
         table = introduce(launch, ours.address, timeouts)
         ours.connect(table.peers, table.nonce)
@@ -297,7 +297,7 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
     return job
 
 
-def _make_wire(launch: Launch, timeouts: Timeouts, wire: WireName) -> TcpWire | ZeroMQWire:
+def make_wire(launch: Launch, timeouts: Timeouts, wire: WireName) -> TcpWire | ZeroMQWire:
     """Encrypted: ZeroMQ. Plain: TCP, unless ZeroMQ is asked for."""
     assert launch.secret is not None
     host, _ = local_address(launch)

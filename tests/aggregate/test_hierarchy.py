@@ -35,7 +35,7 @@ from stretto.fabric.native import NativeFabric
 from stretto.job import Job
 from stretto.plan import auto
 from stretto.plan.choose import Choices
-from stretto.plan.network import LinkEstimate
+from stretto.plan.costs import LinkCosts
 from stretto.schedule.orders import Buckets
 from stretto.testing import run_jobs
 
@@ -56,7 +56,7 @@ def flat(compress: Compression) -> Strategy:
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` takes a ring, without measuring."""
-    table = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
+    table = Choices([0], ["ring"], LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-9))
     monkeypatch.setattr(auto, "_make_choices", lambda group: table)
 
 

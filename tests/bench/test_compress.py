@@ -12,9 +12,8 @@ import torch
 
 from preloaded import Preloaded
 from stretto.bench.command import app
-from stretto.bench.compress_break_even import break_even_mbit, pays, recommended, round_seconds, speed_up
 from stretto.bench.compress_measure import Vectors, measure, turns_of
-from stretto.bench.compress_results import CompressReport, CompressRow, Timing, timing
+from stretto.bench.compress_results import CompressReport, CompressRow, Timing, break_even_mbit, paying, timing
 from stretto.bench.compress_settings import DEFAULT_CODECS, CompressSettings, check, compression_of, parse_codecs, parse_rates
 from stretto.bench.compress_show import link, rate, show
 from stretto.bench.machine import describe
@@ -186,33 +185,23 @@ def test_break_even_is_where_both_take_as_long() -> None:
     half = row("half", 6_000_000, 0.03)
 
     assert half.break_even_mbit == pytest.approx(1600)  # 6 MB saved in 30 ms
-    assert speed_up(half, 1600) == pytest.approx(1) and round_seconds(half, 1600) == pytest.approx(0.06)
-    assert speed_up(half, 100) > 1 > speed_up(half, 3200)
-    assert pays(half, 1599) and not pays(half, 1601) and not pays(half, 1000, margin=2)
+    assert half.speed_up(1600) == pytest.approx(1) and half.round_seconds(1600) == pytest.approx(0.06)
+    assert half.speed_up(100) > 1 > half.speed_up(3200)
+    assert half.pays(1599) and not half.pays(1601)
 
 
 def test_what_sends_no_less_never_pays() -> None:
     assert row("none", 12_000_000, 0.001).break_even_mbit is None and row("more", 13_000_000, 0.001).break_even_mbit is None
-    assert recommended(report(row("none", 12_000_000, 1e-9)), 0.001) == []
+    assert paying([row("none", 12_000_000, 1e-9)], 0.001) == []
 
 
-def test_recommended_are_those_that_pay_fastest_first() -> None:
+def test_those_that_pay_come_fastest_first() -> None:
     slow_small, quick_large = row("slow, small", 100_000, 0.1), row("quick, large", 6_000_000, 0.01)
-    found = report(slow_small, row("never", 12_000_000, 0.1), quick_large)
+    rows = [slow_small, row("never", 12_000_000, 0.1), quick_large]
 
-    assert recommended(found, 10) == ["slow, small", "quick, large"]  # 9.6 s uncompressed: bytes decide
-    assert recommended(found, 900) == ["quick, large", "slow, small"]  # slow, small: up to 952
-    assert recommended(found, 1000) == ["quick, large"] and recommended(found, 10_000) == []
-    assert recommended(found, 500, margin=2) == ["quick, large"]
-
-
-def test_recommended_of_the_size_that_is_asked_for() -> None:
-    found = report(row("small", 0, 1.0, size=8000), row("large", 0, 1e-3))
-
-    assert recommended(found, 1) == ["large"] and recommended(found, 0.01, size=8000) == ["small"]
-    for asked, said in (({"size": 5}, "8000"), ({"margin": 0.0}, "margin=1.0"), ({"margin": float("nan")}, "margin=1.0")):
-        with pytest.raises(ConfigurationError, match=said):
-            recommended(found, 1, **asked)
+    assert paying(rows, 10) == [slow_small, quick_large]  # 9.6 s uncompressed: bytes decide
+    assert paying(rows, 900) == [quick_large, slow_small]  # slow_small: up to 952
+    assert paying(rows, 1000) == [quick_large] and paying(rows, 10_000) == []
 
 
 def test_rates_are_bytes_of_the_values_over_time_with_the_middle_half() -> None:

@@ -233,10 +233,9 @@ def test_error_feedback_loses_nothing_but_the_rounding_of_sums(codec: BFloat16, 
     assert lost < (1e-6 if size == 1 else 8e-3)  # one worker adds nothing up
 
 
-def test_it_prints_as_it_is_written_and_says_whether_it_is_unbiased() -> None:
+def test_it_prints_as_it_is_written() -> None:
     for codec in (BFloat16(), BFloat16(stochastic=True)):
         assert eval(repr(codec)) == codec
-        assert codec.unbiased == codec.stochastic
     assert BFloat16() != BFloat16(stochastic=True)
 
 

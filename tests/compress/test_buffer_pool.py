@@ -36,7 +36,7 @@ from stretto.compress.top_k import TopK
 from stretto.distributing import distribute
 from stretto.job import Job
 from stretto.plan.choose import Choices
-from stretto.plan.network import LinkEstimate
+from stretto.plan.costs import LinkCosts
 from stretto.schedule.orders import AfterBackward
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
@@ -323,7 +323,7 @@ def test_training_over_a_wire_gives_the_same_bits(
     building = threading.Lock()
 
     def program(job: Job) -> list[Tensor]:
-        job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))  # not tried out here
+        job.choices = Choices([0], ["ring"], LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-9))  # not tried out here
         with building, torch.random.fork_rng():
             torch.manual_seed(0)
             model = nn.Linear(9, 13).to(dtype)

@@ -17,7 +17,7 @@ from stretto.compress.codec import Compression
 from stretto.strategy import ANSWERS
 
 ROOT = Path(__file__).parents[2]
-INNER = {"dense_momentum", "codec", "sixteen_bits"}  # compressions of other compressions, and what they are made of
+INNER = {"dense_momentum", "codec", "levels", "sixteen_bits"}  # compressions of other compressions, and what they are made of
 SENDS_WHAT_OTHERS_WRITE = {"NoCompression", "ErrorFeedback", "EF21", "WarmUp", "ByParameter", "OneBitAdam"}
 TESTED_WITH_OTHERS = {"NoCompression", "ErrorFeedback", "WarmUp"}
 CHOOSES = {"NoCompression", "ByParameter", "WarmUp"}

@@ -47,7 +47,10 @@ def mean_of(workers: Workers, kind: str) -> Tensor:
 def unsaid(workers: Workers) -> Tensor:
     """What the workers that combine blocks have not said of their means, as one vector."""
     exported = [state.own.export() for state in workers.states]
-    kept = [torch.stack([one[place.name][SERVER].flatten() for one in exported]) for place in workers.layout.places]
+    kept = [
+        torch.stack([one[place.name].get(SERVER, torch.zeros(place.shape)).flatten() for one in exported])
+        for place in workers.layout.places
+    ]
     return torch.cat([rows.sum(0) for rows in kept])
 
 

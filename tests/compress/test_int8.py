@@ -304,10 +304,9 @@ def test_error_feedback_conserves_what_was_given(codec: Int8, size: int) -> None
     assert left.norm() > 0
 
 
-def test_it_prints_as_it_is_written_and_says_whether_it_is_unbiased() -> None:
+def test_it_prints_as_it_is_written() -> None:
     for codec in (Int8(), Int8(block=64, stochastic=True)):
         assert eval(repr(codec)) == codec
-        assert codec.unbiased == codec.stochastic
     assert repr(ErrorFeedback(Int8(block=64))) == "ErrorFeedback(codec=Int8(block=64, stochastic=False))"
 
 

@@ -82,9 +82,10 @@ def test_settle_is_what_others_decode(unit: int, count: int, seed: int) -> None:
 def test_the_kernel_writes_and_reads_what_the_reference_does(unit: int, count: int, seed: int) -> None:
     hop = Int8Hop(unit)
     for values in (gaussian(count, seed), any_bits(count, seed)):
-        payload = encoded(hop, values)
-        assert (payload == int8_hop.encode_in_torch(values, unit).numpy()).all()
-        assert (decoded(hop, payload, count) == int8_hop.decode_in_torch(payload, count, unit).numpy()).all()
+        payload, written, read = encoded(hop, values), np.empty(hop.num_bytes(count), np.uint8), np.empty(count, np.float32)
+        int8_hop.encode_units.reference(values, unit, written)
+        int8_hop.decode_units.reference(payload, unit, read, False)
+        assert (payload == written).all() and (decoded(hop, payload, count) == read).all()
 
 
 @settings(max_examples=30, deadline=None)

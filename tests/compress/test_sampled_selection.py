@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.compress import sampled_selection
-from stretto.compress.sampled_selection import at_least, count_at_least, select_largest
+from stretto.compress.sampled_selection import count_reaching, reaching, select_largest
 
 
 def assert_largest(values: Tensor, chosen: Tensor, k: int) -> None:
@@ -104,6 +104,6 @@ def test_the_sample_is_as_large_as_promised_and_meets_all_columns(n: int, k: int
 @given(st.lists(st.floats(-4, 4, width=32), max_size=200), st.sampled_from([0.0, 1e-45, 0.5, 1.0, 4.0, 5.0]))
 def test_kernel_and_reference_agree(values: list[float], threshold: float) -> None:
     x, least = torch.tensor(values), torch.tensor([threshold])
-    expected = at_least.reference(x, least)
-    assert torch.equal(at_least(x, least), expected)
-    assert count_at_least(x, least) == len(expected)
+    expected = reaching.reference(x, least)
+    assert torch.equal(reaching(x, least), expected)
+    assert count_reaching(x, least) == len(expected)

@@ -23,7 +23,7 @@ def test_the_bytes() -> None:
     payload = codec.encode(torch.tensor([2.0, -2.0, 0.0, -0.0, -2.0, 0.0, 0.0]), codec.blocks(layout), DRAW)
 
     assert payload[:8].view(torch.float32).tolist() == [2.0, 0.0]
-    assert payload[8:].tolist() == [0b00_00_10_01, 0b10, 0]
+    assert payload[8:].tolist() == [0b00_00_11_10, 0b11, 0]
 
 
 def test_length() -> None:
@@ -83,7 +83,6 @@ def test_unbiased_without_clipping() -> None:
     variance = scales * values.double().abs() - values.double().square()
 
     laws.assert_unbiased(TernGrad(clip=None, block=100), values, variance)
-    assert TernGrad(clip=None).unbiased and not TernGrad().unbiased
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"denormal", "largest", "all largest"}))  # squares in range
@@ -147,7 +146,7 @@ def test_what_no_encoder_writes_is_refused() -> None:
     codec, blocks = TernGrad(block=10), TernGrad(block=10).blocks(flat(20))
     payload = codec.encode(gaussian(20), blocks, DRAW)
     laws.assert_refused(codec, payload[:-1], blocks, "bytes came where")
-    for place, value, why in ((8, 0b11_00_00, "code"), (13, 0b1_00_00, "padding"), (10, 0b10_00_00, "padding")):
+    for place, value, why in ((8, 0b01_00_00, "code"), (13, 0b1_00_00, "padding"), (10, 0b10_00_00, "padding")):
         broken = payload.clone()
         broken[place] |= value
         laws.assert_refused(codec, broken, blocks, why)

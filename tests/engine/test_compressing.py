@@ -32,7 +32,7 @@ from stretto.distributing import distribute, engine_of, join, no_sync, weight
 from stretto.errors import BackwardFailed, ConfigurationError, FrameError, NonFiniteGradient, StrettoError
 from stretto.job import Job
 from stretto.plan.choose import Choices
-from stretto.plan.network import LinkEstimate
+from stretto.plan.costs import LinkCosts
 from stretto.schedule.orders import AfterBackward, WaitFree
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
@@ -54,7 +54,7 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 def begin(job: Job, compress: Compression = SIGN, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model = make()
-    job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))  # not tried out in every test
+    job.choices = Choices([0], ["ring"], LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-9))  # not tried out in every test
     return distribute(model, sgd(model), Strategy(compress=compress, schedule=WaitFree()), job=job, **options)
 
 
@@ -216,7 +216,7 @@ def test_a_parameter_that_nobody_used_keeps_what_it_had(compress: Compression) -
 
     def program(job: Job) -> None:
         model = Branches()
-        job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
+        job.choices = Choices([0], ["ring"], LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-9))
         _, optimizer = distribute(model, sgd(model), Strategy(compress=compress), job=job)
         for number in range(5):
             own, shared = (part.get("two.weight", {}) for part in remembered(model)[1:])
@@ -371,7 +371,7 @@ def test_state_is_saved_as_the_parameter_is_shaped_however_it_lies(compress: Com
         convolution: Any = nn.Conv2d(3, 16, 3, bias=False)
         model: Any = convolution.to(memory_format=torch.channels_last)
         model.turned = nn.Parameter(torch.randn(24, 30).t())
-        job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
+        job.choices = Choices([0], ["ring"], LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-9))
         distribute(model, sgd(model), Strategy(compress=compress), job=job)
         given = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
         sum((p * given[name]).sum() for name, p in model.named_parameters()).backward()

@@ -34,7 +34,7 @@ from stretto.distributing import distribute, engine_of, join, no_sync, release, 
 from stretto.errors import ConfigurationError, RankMismatch
 from stretto.job import Job
 from stretto.plan.choose import Choices
-from stretto.plan.network import LinkEstimate
+from stretto.plan.costs import LinkCosts
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 
@@ -189,7 +189,7 @@ def test_what_a_compression_remembers_stays_when_a_new_optimizer_is_given() -> N
     sign = Strategy(compress=ErrorFeedback(Sign(block=16)))
 
     def program(job: Job) -> None:
-        job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
+        job.choices = Choices([0], ["ring"], LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-9))
         model = mlp()
         take_step(model, job, start(job, model, sign))
         own = remembered(model).own
@@ -603,7 +603,7 @@ def test_a_codec_that_needs_error_feedback_and_has_none_is_warned_about_once(
     codec: Compression, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def program(job: Job) -> None:
-        job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
+        job.choices = Choices([0], ["ring"], LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-9))
         start(job, mlp().float(), Strategy(compress=codec))
 
     run_jobs(SIZE, program)

@@ -18,7 +18,7 @@ from stretto.compress.sign import Sign
 from stretto.errors import BackwardFailed, ConfigurationError
 from stretto.job import Job
 from stretto.plan.choose import Choices
-from stretto.plan.network import LinkEstimate
+from stretto.plan.costs import LinkCosts
 from stretto.schedule.orders import WaitFree
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
@@ -64,7 +64,7 @@ def train_by_parts(job: Job, model: Parts, optimizer: torch.optim.Optimizer, ste
 @pytest.mark.parametrize("strategy", [RING, LOSSY], ids=["exact", "lossy"])
 def test_a_parameter_unfrozen_or_added_without_a_forward_of_the_model_is_combined(strategy: Strategy) -> None:
     def program(job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-        job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))  # nothing is tried out
+        job.choices = Choices([0], ["ring"], LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-9))  # nothing is tried out
         model = parts()
         model.head.requires_grad_(False)
         optimizer = start(job, model, strategy)

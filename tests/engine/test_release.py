@@ -27,7 +27,7 @@ from stretto.distributing import distribute, engine_of
 from stretto.errors import ConfigurationError, PeerLost, StrettoError
 from stretto.job import Job
 from stretto.plan.choose import Choices
-from stretto.plan.network import LinkEstimate
+from stretto.plan.costs import LinkCosts
 from stretto.schedule.orders import WaitFree
 from stretto.strategy import Strategy
 from stretto.sync_batch_norm import SyncBatchNorm
@@ -93,7 +93,7 @@ def begin(job: Job, compress: Compression = EXACT, **options: Any) -> Trained:
 
 
 def with_strategy(job: Job, model: nn.Module, compress: Compression, **options: Any) -> Trained:
-    job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))  # not tried out in every test
+    job.choices = Choices([0], ["ring"], LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-9))  # not tried out in every test
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return distribute(model, optimizer, Strategy(compress=compress, schedule=WaitFree()), job=job, **options)
 

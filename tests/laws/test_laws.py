@@ -39,7 +39,7 @@ from stretto.engine.training import Participation
 from stretto.errors import BackwardFailed, RankMismatch
 from stretto.job import Job
 from stretto.plan.choose import Choices
-from stretto.plan.network import LinkEstimate
+from stretto.plan.costs import LinkCosts
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
@@ -134,7 +134,7 @@ def test_law_7_synchronous_rounds_are_never_stale(strategy: Strategy, size: int)
     """One round for every step; one whose backward failed somewhere combines nothing, and does not count."""
 
     def program(job: Job) -> dict[int, int]:
-        job.choices = Choices([0], ["ring"], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
+        job.choices = Choices([0], ["ring"], LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-9))
         model = nn.Linear(3, 3)
         distribute(model, _optimizer(model), strategy, job=job)
         for number in range(3):

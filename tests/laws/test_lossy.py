@@ -32,7 +32,7 @@ from stretto.distributing import distribute, engine_of
 from stretto.job import Job
 from stretto.parsing import parse
 from stretto.plan.choose import Choices
-from stretto.plan.network import LinkEstimate
+from stretto.plan.costs import LinkCosts
 from stretto.schedule.orders import AfterBackward, Buckets, Schedule, WaitFree
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
@@ -48,7 +48,7 @@ FEEDBACK = [one for one in COMPRESSIONS if isinstance(one, ErrorFeedback)]
 
 def begin(job: Job, strategy: Strategy, seed: int = 0, auto: str = "ring") -> tuple[nn.Module, torch.optim.Optimizer]:
     """`auto` is settled beforehand: trying algorithms out takes longer than a test, and may end differently in every job."""
-    job.choices = Choices([0], [auto], LinkEstimate(alpha=1e-5, beta=1e-9, gamma=1e-9))
+    job.choices = Choices([0], [auto], LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-9))
     model = build(CASE, seed)
     return distribute(model, CASE.optimizer(model), strategy, job=job)
 

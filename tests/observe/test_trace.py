@@ -25,8 +25,8 @@ from stretto.launching.detect import Launch, detect
 from stretto.launching.membership import Peer
 from stretto.observe import compute, ledger, trace
 from stretto.observe.clocks import enclose
-from stretto.observe.merge import TraceEvent, TraceFile, merge, missing_ranks, read, total
-from stretto.observe.trace import About, Span, Tracer, lanes
+from stretto.observe.merge import merge, missing_ranks, read, total
+from stretto.observe.trace import About, Span, TraceEvent, TraceFile, Tracer, lanes
 from stretto.testing import run_threads
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
@@ -205,7 +205,7 @@ def test_spans_come_from_any_thread_and_keep_its_name() -> None:
     for thread in threads:
         thread.start()
         thread.join()  # one after the other: their numbers may be the same
-    named = [event["args"]["name"] for event in trace.events(tracer, ABOUT) if event["name"] == "thread_name"]
+    named = [event.args["name"] for event in trace.events(tracer, ABOUT) if event.name == "thread_name"]
     assert named and all(name.startswith("t") for name in named)
 
 

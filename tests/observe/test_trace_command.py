@@ -12,8 +12,7 @@ import pytest
 
 from preloaded import Preloaded
 from stretto.observe.command import show_trace
-from stretto.observe.merge import TraceEvent, TraceFile
-from stretto.observe.trace import About
+from stretto.observe.trace import About, TraceEvent, TraceFile
 
 LIMIT_S = 110
 SCRIPT = """

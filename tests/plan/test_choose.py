@@ -28,13 +28,13 @@ from stretto.plan.choose import (
     ranking,
     trials,
 )
-from stretto.plan.costs import plan_cost
-from stretto.plan.network import PROBE_BYTES, LinkEstimate, measure, slowest
+from stretto.plan.costs import LinkCosts, plan_cost
+from stretto.plan.network import PROBE_BYTES, measure, slowest
 from stretto.testing import run_virtual
 from stretto.testing.network_model import Link, NetworkModel
 from stretto.testing.virtual import VirtualWire
 
-GIGABIT = LinkEstimate(alpha=5e-5, beta=8e-9, gamma=1e-10)
+GIGABIT = LinkCosts(alpha=5e-5, beta=8e-9, gamma=1e-10)
 WORLDS = [2, 3, 4, 7, 8, 16, 64]
 
 
@@ -47,7 +47,7 @@ def test_larger_tensors_get_algorithms_that_send_no_more(size: int, alpha: float
     Chains and trees are left out of the comparison where segments make them as good as the least: a pipeline's time does
     not follow its bytes.
     """
-    choices = choose(size, LinkEstimate(alpha, beta, 1e-10), DEFAULT_SEGMENT_BYTES)
+    choices = choose(size, LinkCosts(alpha, beta, 1e-10), DEFAULT_SEGMENT_BYTES)
     sent = [
         plan_cost(Kind.ALL_REDUCE, name, size).sent for name in choices.algorithms if not find(Kind.ALL_REDUCE, name).segments
     ]
@@ -81,7 +81,7 @@ def test_the_table_covers_every_size_in_order() -> None:
 )
 def test_ranks_that_measured_differently_choose_alike(alphas: list[float], betas: list[float]) -> None:
     """All compute from everybody's numbers, in whatever order they hold them."""
-    estimates = [LinkEstimate(alpha, beta, 1e-10) for alpha, beta in zip(alphas, betas, strict=True)]
+    estimates = [LinkCosts(alpha, beta, 1e-10) for alpha, beta in zip(alphas, betas, strict=True)]
     tables = {
         msgspec.json.encode(choose(4, slowest(order), DEFAULT_SEGMENT_BYTES))
         for order in (estimates, estimates[::-1], estimates[1:] + estimates[:1])
@@ -113,7 +113,7 @@ def test_what_was_tried_out_beats_the_prediction_near_the_sizes_tried() -> None:
 
 
 def test_a_ring_is_taken_where_it_is_hardly_slower_for_several_buckets_do_not_get_in_each_others_way() -> None:
-    slow = LinkEstimate(alpha=6e-4, beta=3e-7, gamma=3e-11)  # four hosts at 28 Mbit/s, as measured
+    slow = LinkCosts(alpha=6e-4, beta=3e-7, gamma=3e-11)  # four hosts at 28 Mbit/s, as measured
     (best, first), *others = ranking(4, 4 << 20, slow, DEFAULT_SEGMENT_BYTES, 1)
     ring = next(seconds for seconds, name in others if name == "ring")
     assert first == "halving_doubling" and best < ring < (1 + MARGIN) * best
@@ -139,7 +139,7 @@ def test_trials_that_differ_by_less_than_they_can_tell_leave_the_prediction_as_i
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.parametrize("link", [Link(latency_s=5e-5, bytes_per_s=1.25e8), Link(latency_s=1e-3, bytes_per_s=1e7)])
 def test_what_is_measured_is_what_the_links_are(size: int, link: Link) -> None:
-    def program(wire: VirtualWire) -> LinkEstimate:
+    def program(wire: VirtualWire) -> LinkCosts:
         me = Rank(wire)
 
         def ring(probe: torch.Tensor) -> None:

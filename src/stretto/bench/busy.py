@@ -30,7 +30,7 @@ def run_under(load: Load, contender: Contender, tensor: torch.Tensor) -> None:
 
 def _count_until_done(pending: InFlight) -> int:
     number = 1
-    while not pending.done:
+    while not pending.is_done():
         for _ in range(PASSES):
             number = (number * 31 + 7) & 0xFFFF
     return number
@@ -38,5 +38,5 @@ def _count_until_done(pending: InFlight) -> int:
 
 def _multiply_until_done(pending: InFlight) -> None:
     a, b = torch.ones(96, 96), torch.ones(96, 96)
-    while not pending.done:
+    while not pending.is_done():
         torch.mm(a, b)

@@ -25,7 +25,6 @@ from stretto.errors import ConfigurationError
 from stretto.launching.detect import detect
 
 if TYPE_CHECKING:
-    from stretto.bench.compress_settings import CompressSettings
     from stretto.bench.results import AllReduceReport
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -74,7 +73,7 @@ def allreduce(
         _refuse_own_workers(workers, hosts)
         _take_part(settings, json)
     else:
-        _write(measured(settings, context.obj), json)
+        _show(measured(settings, context.obj), json)
 
 
 @app.command()
@@ -90,8 +89,10 @@ def compress(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every time, versions and machine.")] = None,
 ) -> None:
     """Time codecs beside a copy, and say what they lose and below which link speed each pays for itself."""
+    from stretto.bench.compress_measure import measure
     from stretto.bench.compress_settings import CompressSettings, parse_codecs, parse_rates
     from stretto.bench.compress_settings import check as check_compress
+    from stretto.bench.compress_show import show
 
     _check_writable(json)
     if detect(context.obj).launcher != "single":
@@ -109,18 +110,9 @@ def compress(
         limit_s=limit,
         command=shlex.join(["stretto", *sys.argv[1:]]),
     )
-    _run_compress(check_compress(settings), json)
-
-
-def _run_compress(settings: CompressSettings, json: Path | None) -> None:
-    from stretto.bench.compress_measure import measure
-    from stretto.bench.compress_show import show
-    from stretto.bench.results import as_json
-
-    report = measure(settings)
+    report = measure(check_compress(settings))
     show(report)
-    if json is not None:
-        json.write_bytes(as_json(report))
+    _write(report, json)
 
 
 def _check_writable(json: Path | None) -> None:
@@ -150,7 +142,7 @@ def _take_part(settings: Settings, json: Path | None) -> None:
 
     rank, report = take_part(settings)
     if rank == 0:
-        _write(report, json)
+        _show(report, json)
 
 
 def measured(settings: Settings, environ: Mapping[str, str]) -> AllReduceReport:
@@ -163,10 +155,15 @@ def measured(settings: Settings, environ: Mapping[str, str]) -> AllReduceReport:
     return msgspec.json.decode(answer, type=AllReduceReport)
 
 
-def _write(report: AllReduceReport, json: Path | None) -> None:
-    from stretto.bench.results import as_json
+def _show(report: AllReduceReport, json: Path | None) -> None:
     from stretto.bench.show import show
 
     show(report)
+    _write(report, json)
+
+
+def _write(report: object, json: Path | None) -> None:
+    from stretto.bench.results import as_json
+
     if json is not None:
         json.write_bytes(as_json(report))

@@ -18,25 +18,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 
 import torch
 from torch import Tensor
 
-from stretto.bench.compress_break_even import break_even_mbit
 from stretto.bench.compress_gradients import KINDS, layout_of, values_of
-from stretto.bench.compress_results import CompressReport, CompressRow, Quality, timing
+from stretto.bench.compress_results import CompressReport, CompressRow, Quality, break_even_mbit, timing
 from stretto.bench.compress_settings import CompressSettings, compression_of
 from stretto.bench.compress_together import Spent, Together
-from stretto.bench.machine import MachineInfo, describe
+from stretto.bench.machine import describe
 from stretto.bench.settings import ELEMENT_BYTES, show_size
-from stretto.bench.turns import Turn, now, take_turns, wait_for
+from stretto.bench.turns import Turn, check_device, now, take_turns, wait_for
 from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.codec import Codec, Compression
 from stretto.compress.layout import Blocks
 from stretto.compress.none import NoCompression
 from stretto.compress.random_numbers import RandomKeys
-from stretto.errors import ConfigurationError, JobError
+from stretto.errors import JobError
 
 CALLS = {"cpu": 2, "cuda": 8}  # of a turn
 WARM_UP = 2  # rounds that do not count
@@ -99,10 +97,7 @@ class TimedExchange:
 
 
 def measure(settings: CompressSettings) -> CompressReport:
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(
-            "--device cuda: torch sees no GPU here (`stretto doctor` says what it sees). Leave the option out."
-        )
+    check_device(settings.device)
     rows: list[CompressRow] = []
     with _one_thread():
         for size in settings.sizes:
@@ -110,7 +105,7 @@ def measure(settings: CompressSettings) -> CompressReport:
             for word in settings.codecs:
                 rows.append(measure_codec(word, settings, vectors))
                 print(f"measured {word} on {show_size(size)}", file=sys.stderr, flush=True)
-    return CompressReport(settings=settings, machine=_machine(), date=now(), rows=rows)
+    return CompressReport(settings=settings, machine=describe(), date=now(), rows=rows)
 
 
 @contextlib.contextmanager
@@ -121,14 +116,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _machine() -> MachineInfo:
-    """With the version of what compiles kernels for GPUs, where it is there."""
-    machine = describe()
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        machine.versions["triton"] = metadata.version("triton")
-    return machine
 
 
 def measure_codec(word: str, settings: CompressSettings, vectors: Vectors) -> CompressRow:

@@ -8,15 +8,13 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TextIO
 
-from rich import box
 from rich.table import Table
 
-from stretto.bench.compress_break_even import paying, pays, speed_up
 from stretto.bench.compress_gradients import KINDS
-from stretto.bench.compress_results import CompressReport, CompressRow, Timing
+from stretto.bench.compress_results import CompressReport, CompressRow, Timing, paying
 from stretto.bench.compress_settings import CompressSettings
 from stretto.bench.settings import show_size
-from stretto.bench.table_text import seconds, spread, wide_console
+from stretto.bench.table_text import plain_table, seconds, spread, where_it_ran, wide_console
 
 NARROWEST = 150
 CALLS = ("encode", "decode", "encode_residual", "add_decoded")
@@ -42,11 +40,9 @@ def show(report: CompressReport, file: TextIO | None = None) -> None:
 def headline(report: CompressReport) -> str:
     settings, machine = report.settings, report.machine
     where = str(machine.gpu) if settings.device == "cuda" else "one thread"
-    versions = ", ".join(f"{name} {machine.versions[name]}" for name in ("torch", "numba", "triton") if name in machine.versions)
     return (
         f"codecs on float32 gradients, {where}; {settings.rounds} rounds, each call once per round, in turn with a copy\n"
-        f"{machine.processor}, {machine.cores} cores, {machine.system}; {versions}, "
-        f"stretto {machine.versions['stretto']}, Python {machine.versions['python']}"
+        f"{where_it_ran(machine, 'torch', 'numba', 'triton')}"
     )
 
 
@@ -97,7 +93,7 @@ def pay_table(rows: list[CompressRow], settings: CompressSettings) -> Cells:
     for row in sorted(rows, key=lambda row: -(row.break_even_mbit or 0.0)):
         fewer = f"{row.bytes_uncompressed / row.bytes_sent:.1f}" if row.bytes_sent else ""
         below = "never" if row.break_even_mbit is None else link(row.break_even_mbit)
-        times = [f"{speed_up(row, rate):.2f}" + ("" if pays(row, rate) else " !") for rate in settings.rates]
+        times = [f"{row.speed_up(rate):.2f}" + ("" if row.pays(rate) else " !") for rate in settings.rates]
         taken = [seconds(row.exchange.median), spread(row.exchange.quartiles)]
         lines.append([row.codec, f"{row.bytes_sent:,}", fewer, *taken, below, *times])
     title = f"{settings.workers} workers: when it pays (and how many times faster than uncompressed; !: slower)"
@@ -133,11 +129,10 @@ def link(mbit: float) -> str:
 
 
 def _table(title: str, head: list[str], lines: list[list[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    longest = max((len(line[0]) for line in lines), default=0)
-    table.add_column(head[0], overflow="fold", min_width=min(LONGEST_NAME, longest))
-    for name in head[1:]:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(title, 1, head)
+    name = table.columns[0]
+    name.no_wrap, name.overflow = False, "fold"
+    name.min_width = min(LONGEST_NAME, max((len(line[0]) for line in lines), default=0))
     for line in lines:
         table.add_row(*line)
     return table

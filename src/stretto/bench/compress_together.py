@@ -116,32 +116,20 @@ class Together:
         tables = [one.rows for one in asked if isinstance(one, Transpose)]
         assert not any(isinstance(one, SumInHops) for one in asked), "only asked for where the strategy names an algorithm"
         assert max(len(sums), len(rows), len(tables)) == self._size, "all workers ask for the same"
+        for rank, tensor in enumerate(sums or rows or tables):
+            self._given[rank] += tensor.nbytes
+            if sums:
+                self._sent[rank] += self._bytes_of_sum(tensor, rank)
+            else:
+                self._sent[rank] += tensor.nbytes // (1 if rows else self._size) * (self._size - 1)
         if sums:
-            return self._sum(sums)
-        return self._gather(rows) if rows else self._transpose(tables)
-
-    def _sum(self, tensors: list[Tensor]) -> list[Tensor]:
-        for rank, tensor in enumerate(tensors):
-            if self._size > 1:
-                self._sent[rank] += bytes_of_sum(tensor.numel(), tensor.element_size(), rank, self._size, "auto")
-            self._given[rank] += _num_bytes(tensor)
-        total = tensors[0].clone()
-        for tensor in tensors[1:]:
-            total.add_(tensor)
-        return [tensor.copy_(total) for tensor in tensors]
-
-    def _gather(self, rows: list[Tensor]) -> list[Tensor]:
-        for rank, row in enumerate(rows):
-            self._sent[rank] += _num_bytes(row) * (self._size - 1)
-            self._given[rank] += _num_bytes(row)
-        return [torch.stack(rows)] * self._size
-
-    def _transpose(self, tables: list[Tensor]) -> list[Tensor]:
-        for rank, table in enumerate(tables):
-            self._sent[rank] += _num_bytes(table) // self._size * (self._size - 1)
-            self._given[rank] += _num_bytes(table)
+            total = sums[0].clone()
+            for tensor in sums[1:]:
+                total.add_(tensor)
+            return [tensor.copy_(total) for tensor in sums]
+        if rows:
+            return [torch.stack(rows)] * self._size
         return [torch.stack([table[rank] for table in tables]) for rank in range(self._size)]
 
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    def _bytes_of_sum(self, tensor: Tensor, rank: int) -> int:
+        return bytes_of_sum(tensor.numel(), tensor.element_size(), rank, self._size, "auto") if self._size > 1 else 0

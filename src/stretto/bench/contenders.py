@@ -4,13 +4,14 @@
     Gloo        `torch.distributed.all_reduce` of the gloo backend, the "torch backend's own"
     (BareStream in `stream.py`: not an all-reduce, but the time its bytes need on a bare TCP connection)
 
-`run` returns when the tensor holds the sum. `start` returns at once with something that has `done` and `wait()`, for `--busy`.
+`run` returns when the tensor holds the sum. `start` returns at once with ways to ask whether it does and to wait, for `--busy`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,19 +20,14 @@ from stretto.collectives.plan import Kind
 from stretto.job import Job
 
 
-class InFlight(Protocol):
-    @property
-    def done(self) -> bool: ...
-
-    def wait(self) -> None: ...
+class InFlight(NamedTuple):
+    is_done: Callable[[], bool]
+    wait: Callable[[], object]
 
 
 class Contender(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def wire(self) -> str: ...
+    name: str
+    wire: str
 
     def run(self, tensor: torch.Tensor) -> None: ...
 
@@ -50,24 +46,12 @@ class Ours:
         self.job.all_reduce(tensor, "sum", self.name)
 
     def start(self, tensor: torch.Tensor) -> InFlight:
-        return self.job.start(Kind.ALL_REDUCE, tensor.view(-1), self.chosen(tensor), op="sum")
+        handle = self.job.start(Kind.ALL_REDUCE, tensor.view(-1), self.chosen(tensor), op="sum")
+        return InFlight(lambda: handle.done, handle.wait)
 
     def chosen(self, tensor: torch.Tensor) -> str:
         """The algorithm that runs: for `auto`, its choice."""
         return self.job.choose(tensor.numel() * tensor.element_size()) if self.name == "auto" else self.name
-
-
-class _GlooInFlight:
-    def __init__(self, work: dist.Work, timeout_s: float) -> None:
-        self._work = work
-        self._timeout = timedelta(seconds=timeout_s)
-
-    @property
-    def done(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self) -> None:
-        self._work.wait(self._timeout)
 
 
 class Gloo:
@@ -77,8 +61,8 @@ class Gloo:
     wire = "gloo"
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+        self._timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=self._timeout)
 
     def run(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)
@@ -86,7 +70,7 @@ class Gloo:
     def start(self, tensor: torch.Tensor) -> InFlight:
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
-        return _GlooInFlight(work, self._timeout_s)
+        return InFlight(work.is_completed, lambda: work.wait(self._timeout))
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -5,6 +5,7 @@ Among them whether Numba was there: without it codecs on the CPU are many times 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from importlib import metadata
@@ -32,6 +33,8 @@ class MachineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe() -> MachineInfo:
     versions = {"stretto": __version__, "python": platform.python_version(), "libzmq": zmq.zmq_version()}
+    with contextlib.suppress(metadata.PackageNotFoundError):  # it comes with torch's CUDA builds
+        versions["triton"] = metadata.version("triton")
     return MachineInfo(
         processor=_processor(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

@@ -17,7 +17,7 @@ import msgspec
 from stretto.bench.machine import MachineInfo
 from stretto.bench.settings import Settings
 from stretto.bench.turns import quartiles
-from stretto.plan.network import LinkEstimate
+from stretto.plan.costs import LinkCosts
 
 
 class AllReduceRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class AllReduceReport(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     machine: MachineInfo
     date: str
-    links: dict[str, LinkEstimate]  # measured alpha, beta, gamma of each wire
+    links: dict[str, LinkCosts]  # measured alpha, beta, gamma of each wire
     rows: list[AllReduceRow]
 
 

@@ -12,10 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from stretto.errors import ConfigurationError
-from stretto.job import Job
-from stretto.launching.introduce import local_address
-from stretto.wire.tcp import TcpWire
-from stretto.wire.zeromq import ZeroMQWire
+from stretto.job import Job, make_wire
 
 
 def job_over(job: Job, wire: str) -> Job:
@@ -26,19 +23,13 @@ def job_over(job: Job, wire: str) -> Job:
 
 
 def _beside(job: Job, *, encrypt: bool) -> Job:
-    # Without a rendezvous its `close` says goodbye to the peers only: the coordinator hears it from the first job.
-    launch = replace(job.launch, encrypt=encrypt, rendezvous=None, trace=None)
+    launch = replace(job.launch, encrypt=encrypt)
     if launch.secret is None:
         raise ConfigurationError(
             "a second wire in a job without a secret: its workers could not be told from strangers. "
             "Start the benchmark with `stretto bench`, `stretto run` or `stretto lab`."
         )
-    host, _ = local_address(job.launch)
-    wire: TcpWire | ZeroMQWire
-    if encrypt:
-        wire = ZeroMQWire(job.rank, job.world_size, secret=launch.secret, bind=host, timeouts=job.timeouts)
-    else:
-        wire = TcpWire(job.rank, job.world_size, secret=launch.secret, bind=host, timeouts=job.timeouts)
+    wire = make_wire(launch, job.timeouts, "auto")
     said = job.gather_object([wire.address, secrets.token_bytes(32)])
     peers = [msgspec.structs.replace(peer, address=str(address)) for peer, (address, _) in zip(job.peers, said, strict=True)]
     try:
@@ -46,4 +37,5 @@ def _beside(job: Job, *, encrypt: bool) -> Job:
     except BaseException:
         wire.abandon()
         raise
-    return Job(launch, peers, wire, job.timeouts)
+    # Without a rendezvous its `close` says goodbye to the peers only: the coordinator hears it from the first job.
+    return Job(replace(launch, rendezvous=None, trace=None), peers, wire, job.timeouts)

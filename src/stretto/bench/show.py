@@ -5,14 +5,14 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TextIO
 
-from rich import box
 from rich.table import Table
 
 from stretto.bench.results import AllReduceReport, AllReduceRow
 from stretto.bench.settings import show_size
-from stretto.bench.table_text import bandwidth, seconds, spread, wide_console
+from stretto.bench.table_text import bandwidth, plain_table, seconds, spread, where_it_ran, wide_console
 
 NARROWEST = 130
+COLUMNS = ("contender", "wire", "time", "middle half", "algorithm MB/s", "bus MB/s", "of bare TCP", "x gloo")
 
 
 def show(report: AllReduceReport, file: TextIO | None = None) -> None:
@@ -32,8 +32,7 @@ def headline(report: AllReduceReport) -> str:
     return (
         f"all-reduce (sum, float32) between {settings.workers} {where}{rate}{device}; "
         f"{settings.repeat} rounds, each contender once per round\n"
-        f"{machine.processor}, {machine.cores} cores, {machine.system}; torch {machine.versions['torch']}, "
-        f"stretto {machine.versions['stretto']}, Python {machine.versions['python']}"
+        f"{where_it_ran(machine, 'torch')}"
     )
 
 
@@ -49,11 +48,7 @@ def footnotes(report: AllReduceReport) -> str:
 
 def _table(report: AllReduceReport, size: int, load: str, rows: list[AllReduceRow]) -> Table:
     busy = "" if not report.settings.busy else f", main thread {'idle' if load == 'idle' else f'in {load}'}"
-    table = Table(title=f"{show_size(size)}{busy}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("contender", no_wrap=True)
-    table.add_column("wire", no_wrap=True)
-    for name in ("time", "middle half", "algorithm MB/s", "bus MB/s", "of bare TCP", "x gloo"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(f"{show_size(size)}{busy}", 2, COLUMNS)
     for row in sorted(rows, key=lambda row: row.median):
         table.add_row(*cells(row), style="bold" if row.contender == "auto" else "dim" if row.wire == "tcp" else None)
     return table

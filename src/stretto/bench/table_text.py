@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
+
+from stretto.bench.machine import MachineInfo
 
 
 def seconds(value: float) -> str:
@@ -32,3 +37,20 @@ def wide_console(file: TextIO | None, narrowest: int) -> Console:
     target = sys.stdout if file is None else file
     console = Console(file=target, highlight=False)
     return console if console.width >= narrowest else Console(file=target, highlight=False, width=narrowest)
+
+
+def where_it_ran(machine: MachineInfo, *packages: str) -> str:
+    """The machine and the versions of these packages, where they are there."""
+    versions = ", ".join(f"{name} {machine.versions[name]}" for name in packages if name in machine.versions)
+    return (
+        f"{machine.processor}, {machine.cores} cores, {machine.system}; {versions}, "
+        f"stretto {machine.versions['stretto']}, Python {machine.versions['python']}"
+    )
+
+
+def plain_table(title: str, names: int, columns: Sequence[str]) -> Table:
+    """The first `names` columns are text, the others numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < names else "right", no_wrap=True)
+    return table

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 
 import torch
 
+from stretto.errors import ConfigurationError
 from stretto.job import Job
 
 Turn = Callable[[], float]  # one contender's: seconds
@@ -55,6 +56,15 @@ def quartiles(seconds: list[float]) -> tuple[float, float]:
         return seconds[0], seconds[0]
     first, _, third = statistics.quantiles(seconds, n=4, method="inclusive")
     return first, third
+
+
+def check_device(device: str) -> None:
+    """Workers without a GPU would be given their CPU, and its times would be taken for a GPU's."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            "--device cuda: torch sees no GPU here (`stretto doctor` says what it sees). Leave the option out, or run it where "
+            "there is one."
+        )
 
 
 def now() -> str:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import torch
 
 import stretto
 from stretto.bench.contenders import Contender, Gloo, Ours
@@ -22,17 +21,14 @@ from stretto.bench.results import AllReduceReport, AllReduceRow
 from stretto.bench.second_wire import job_over
 from stretto.bench.settings import Settings, show_size
 from stretto.bench.stream import BareStream
-from stretto.bench.turns import now
+from stretto.bench.turns import check_device, now
 from stretto.errors import ConfigurationError
 from stretto.job import Job
 
 
 def take_part(settings: Settings) -> tuple[int, AllReduceReport]:
     """Join the job, measure, leave. Every rank gets the same report; the first value is the rank."""
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(
-            "--device cuda: torch sees no GPU here (`stretto doctor` says what it sees). Leave the option out."
-        )
+    check_device(settings.device)
     job = stretto.init()
     report = _measure(job, settings)
     stretto.shutdown()  # not after an exception: the others must see that this rank is lost

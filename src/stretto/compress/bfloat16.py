@@ -24,11 +24,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from stretto.compress.checks import check
 from stretto.compress.codec import Codec, with_kernels
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sixteen_bits import SixteenBits
-from stretto.errors import ConfigurationError
 
 MAGNITUDE = 0x7FFFFFFF
 LARGEST = 0x7F7F0000  # bits of the largest finite bfloat16, as a float32
@@ -40,15 +40,10 @@ class BFloat16(SixteenBits):
 
     stochastic: bool = False
     payload_dtype: ClassVar[torch.dtype] = torch.bfloat16
-    encoder, decoder = with_kernels("bfloat16")
+    encoder, decoder = with_kernels("sixteen_bits_cpu", "sixteen_bits_cuda")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stochastic, bool):
-            raise ConfigurationError(f"BFloat16(stochastic={self.stochastic!r}): it is a yes or a no. Write True or False.")
-
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]  # depends on the argument
-        return self.stochastic
+        check(isinstance(self.stochastic, bool), self, "stochastic", "it is a yes or a no", "True or False")
 
     @property
     def limit_bits(self) -> int:

@@ -83,7 +83,6 @@ class Codec(Compression):
     __slots__ = ()
     payload_dtype: ClassVar[torch.dtype | None] = None
     splits: ClassVar[bool] = False
-    unbiased: ClassVar[bool] = False  # E[decode(encode(x))] = x
 
     @abstractmethod
     def blocks(self, layout: Layout) -> Blocks:
@@ -137,12 +136,14 @@ class Codec(Compression):
         return f"the payloads of {self!r} do not add up, and {algorithm!r} adds what it carries"
 
 
-Encoder = Backend[[Any, Tensor, Blocks, RandomKeys, bool], Tensor]  # codec, values, blocks, random, whether to leave the residual
-Decoder = Backend[[Any, Tensor, Blocks, Tensor, bool], None]  # codec, payload, blocks, out, whether to add to it or replace it
+# codec, values, blocks, random, whether to leave in `values` what the payload leaves out
+Encoder = Backend[[Any, Tensor, Blocks, RandomKeys, bool], Tensor]
+# codec, payload, blocks, out, whether to add to it or replace it. On a GPU it waits for the device, to judge the payload
+Decoder = Backend[[Any, Tensor, Blocks, Tensor, bool], None]
 
 
 class KernelCodec(Codec):
-    """A codec that has kernels. Most subclasses write `encoder, decoder = with_kernels("name")`."""
+    """A codec that has kernels. Most subclasses write `encoder, decoder = with_kernels("name_cpu", "name_cuda")`."""
 
     __slots__ = ()
     encoder: ClassVar[Encoder]
@@ -171,11 +172,11 @@ class InTorch(Protocol):
     def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor: ...
 
 
-def with_kernels(name: str) -> tuple[Encoder, Decoder]:
-    """For a codec that is `InTorch`: its own functions, and `encode` and `decode` of kernels/{name}_cpu.py and {name}_cuda.py."""
+def with_kernels(cpu: str, cuda: str) -> tuple[Encoder, Decoder]:
+    """For a codec that is `InTorch`: its own functions, and `encode` and `decode` of these two files in `kernels/`."""
     return (
-        Backend(_encode_in_torch, f"{name}_cpu.encode", f"{name}_cuda.encode"),
-        Backend(_decode_in_torch, f"{name}_cpu.decode", f"{name}_cuda.decode"),
+        Backend(_encode_in_torch, f"{cpu}.encode", f"{cuda}.encode"),
+        Backend(_decode_in_torch, f"{cpu}.decode", f"{cuda}.decode"),
     )
 
 

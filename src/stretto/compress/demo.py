@@ -31,12 +31,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from stretto.compress.checks import is_count, is_number
+from stretto.compress.checks import check, is_count, is_number
 from stretto.compress.codec import Compression
 from stretto.compress.cosine import ChunkedCosine
+from stretto.compress.exchange import blamed_on
 from stretto.compress.layout import Layout, TensorPlace
 from stretto.compress.rounds import ExchangeContext, Gather, Steps
-from stretto.errors import ConfigurationError, FrameError, MalformedPayload
+from stretto.errors import MalformedPayload
 
 MOMENTUM = "momentum"
 MAX_CHUNK = 256  # squared, the most positions that 16 bits can tell apart
@@ -58,24 +59,15 @@ class DeMo(Compression):
     flat_kinds: ClassVar[frozenset[str]] = frozenset((MOMENTUM,))
 
     def __post_init__(self) -> None:
-        if not is_count(self.k):
-            raise ConfigurationError(
-                f"DeMo(k={self.k!r}): how many frequencies of a chunk are sent, 1 or more. Write DeMo(k=32)."
-            )
-        if not is_count(self.chunk) or self.chunk > MAX_CHUNK:
-            raise ConfigurationError(
-                f"DeMo(chunk={self.chunk!r}): the sides of a chunk are 1 to {MAX_CHUNK}, so that 16 bits can say which frequency "
-                f"it is. Write DeMo(chunk=64)."
-            )
-        if not is_number(self.decay) or not 0 <= self.decay <= 1:
-            raise ConfigurationError(
-                f"DeMo(decay={self.decay!r}): momentum decays by a factor of 0 to 1. Write DeMo(decay=0.999)."
-            )
-        if not isinstance(self.sign, bool):
-            raise ConfigurationError(f"DeMo(sign={self.sign!r}): write True or False.")
+        check(is_count(self.k), self, "k", "so many frequencies of a chunk are sent, 1 or more", "DeMo(k=32)")
+        why = f"the sides of a chunk are 1 to {MAX_CHUNK}, so that 16 bits can say which frequency it is"
+        check(is_count(self.chunk) and self.chunk <= MAX_CHUNK, self, "chunk", why, "DeMo(chunk=64)")
+        decays = is_number(self.decay) and 0 <= self.decay <= 1
+        check(decays, self, "decay", "momentum decays by a factor of 0 to 1", "DeMo(decay=0.999)")
+        check(isinstance(self.sign, bool), self, "sign", "it is a yes or a no", "True or False")
 
     def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
-        frequencies = self._frequencies(context, values.device)
+        frequencies = context.keep(self, lambda: Frequencies(context.layout, self.k, self.chunk, values.device))
         own = context.state.own
         momentum = torch.mul(own.flat(MOMENTUM), self.decay, out=own.next_flat(MOMENTUM)).add_(values)
         momentum.clamp_(-LARGEST_MOMENTUM, LARGEST_MOMENTUM)
@@ -89,19 +81,12 @@ class DeMo(Compression):
         if self.sign:
             values.sign_()
 
-    def _frequencies(self, context: ExchangeContext, device: torch.device) -> Frequencies:
-        if self not in context.kept:
-            context.kept[self] = Frequencies(context.layout, self.k, self.chunk, device)
-        return context.kept[self]  # type: ignore[no-any-return]
-
     def _mean(self, rows: Tensor, frequencies: Frequencies) -> Tensor:
         total = torch.zeros(frequencies.num_elements, device=rows.device, dtype=torch.float32)
         senders = torch.zeros_like(total)
         for rank, row in enumerate(rows):
-            try:
+            with blamed_on(rank, repr(self)):
                 frequencies.add_unpacked(row, total, senders)
-            except MalformedPayload as problem:
-                raise FrameError(rank, f"{self!r}: {problem}") from problem
         return total.div_(senders.clamp_(min=1))
 
     def refusal(self, algorithm: str) -> str | None:

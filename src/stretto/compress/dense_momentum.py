@@ -20,12 +20,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from stretto.compress.checks import is_number
+from stretto.compress.checks import check, is_number
 from stretto.compress.codec import Compression
 from stretto.compress.exchange import bytes_of_sum
 from stretto.compress.layout import Layout
 from stretto.compress.rounds import ExchangeContext, Steps, Sum
-from stretto.errors import ConfigurationError
 
 VELOCITY = "velocity"
 OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=...)  # momentum=0: DGC keeps the momentum"
@@ -75,17 +74,8 @@ def clip_each(values: Tensor, context: ExchangeContext, clip: float | None) -> N
 
 
 def check_momentum(asked: Compression, momentum: Any, nesterov: Any, clip: Any) -> None:
-    if not is_number(momentum) or not 0 <= momentum < 1:
-        raise ConfigurationError(
-            f"{asked!r}: with momentum={momentum!r} gradients would be remembered for ever; it is a number from 0 to below 1.\n"
-            f"Write momentum=0.9, or momentum=0.0 for none."
-        )
-    if not isinstance(nesterov, bool):
-        raise ConfigurationError(
-            f"{asked!r}: nesterov={nesterov!r} is neither True nor False.\nWrite nesterov=True for Nesterov's."
-        )
-    if clip is not None and (not is_number(clip) or clip <= 0):
-        raise ConfigurationError(
-            f"{asked!r}: clip={clip!r} is no norm to cut gradients to; that is a number above 0.\n"
-            f"Write clip=1.0, or clip=None to leave gradients as they are."
-        )
+    why = "gradients would be remembered for ever, unless it is a number from 0 to below 1"
+    check(is_number(momentum) and 0 <= momentum < 1, asked, "momentum", why, "momentum=0.9, or momentum=0.0 for none")
+    check(isinstance(nesterov, bool), asked, "nesterov", "that is neither True nor False", "nesterov=True for Nesterov's")
+    why, instead = "gradients are cut to a norm, a number above 0", "clip=1.0, or clip=None to leave gradients as they are"
+    check(clip is None or (is_number(clip) and clip > 0), asked, "clip", why, instead)

@@ -30,23 +30,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stretto.compress.backend import accelerated
-from stretto.compress.checks import is_count, is_number
+from stretto.compress.checks import check, is_count, is_number
 from stretto.compress.codec import Compression
 from stretto.compress.dense_momentum import OPTIMIZER, VELOCITY, DenseMomentum, check_momentum, clip_each
-from stretto.compress.exchange import checked_lengths
+from stretto.compress.exchange import blamed_on, gather_payloads
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import RandomKeys
-from stretto.compress.rounds import ExchangeContext, Gather, Steps
+from stretto.compress.rounds import ExchangeContext, Steps
 from stretto.compress.run_length import decode_sparse, encode_sparse, max_bytes
 from stretto.compress.sampled_selection import select_largest
 from stretto.compress.state import Section
-from stretto.errors import ConfigurationError, FrameError, MalformedPayload
 
 ACCUMULATED = "accumulated"
 SMALL = 1024
@@ -76,15 +75,18 @@ class DGC(Compression):
     flat_kinds: ClassVar[frozenset[str]] = frozenset((VELOCITY, ACCUMULATED))
 
     def __post_init__(self) -> None:
-        if not is_number(self.fraction) or not 0 < self.fraction <= 1:
-            raise ConfigurationError(
-                f"DGC(fraction={self.fraction!r}): the share of values that is sent is above 0 and at most 1.\n"
-                f"Write DGC(fraction=0.001) for one in a thousand."
-            )
+        sends = is_number(self.fraction) and 0 < self.fraction <= 1
+        why, instead = "the share of values that is sent is above 0 and at most 1", "DGC(fraction=0.001) for one in a thousand"
+        check(sends, self, "fraction", why, instead)
         check_momentum(self, self.momentum, self.nesterov, self.clip)
-        if not isinstance(self.masking, bool):
-            raise ConfigurationError(f"{self!r}: masking={self.masking!r} is neither True nor False.\nLeave it out: it is True.")
-        _check_warm_up(self.warm_up, self.warm_up_rounds)
+        check(isinstance(self.masking, bool), self, "masking", "it is neither True nor False", "nothing: it is True")
+        warms = isinstance(self.warm_up, tuple) and all(is_number(one) and 0 < one < 1 for one in self.warm_up)
+        why = "these are the densities to begin with, a tuple of numbers above 0 and below 1"
+        check(warms, self, "warm_up", why, "warm_up=(0.25, 0.0625), or warm_up=() for none")
+        why = "each density of the warm-up lasts a whole number of rounds, from 1"
+        check(
+            is_count(self.warm_up_rounds), self, "warm_up_rounds", why, "the number of steps in an epoch, or warm_up=() for none"
+        )
 
     def density(self, rounds: int) -> float:
         """The share of values that is sent after so many rounds."""
@@ -105,25 +107,21 @@ class DGC(Compression):
         if self.fraction == 1:
             yield from self._dense().exchange(values, context)
             return
-        blocks, density = self._blocks_of(context), self.density(context.state.rounds)
+        blocks, density = context.keep(self, context.layout.whole), self.density(context.state.rounds)
         most = [max(1, math.ceil(density * n)) for n in blocks.lengths.tolist()]
         clip_each(values, context, self.clip)
         kept = accumulate(values, context.state.own, self.momentum, self.nesterov)
         payload = take_largest(kept, blocks, most, context.random, self.masking)
-        told = yield Gather(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))
-        lengths = checked_lengths(told.flatten().tolist(), max_bytes(blocks, most), "DGC")
-        rows = yield Gather(torch.nn.functional.pad(payload, (0, max(lengths) - len(payload))))
+        rows = yield from gather_payloads(payload, max_bytes(blocks, most), "DGC")
         values.zero_()
-        for rank, length in enumerate(lengths):
-            _add(rows[rank, :length], blocks, 1.0 / context.world_size, values, rank)
+        for rank, row in enumerate(rows):
+            with blamed_on(rank, "DGC"):
+                positions, sent = decode_sparse(row, blocks)
+            # Weighted first: the sum of P values may be too large for float32.
+            values.index_add_(0, positions, sent * (1.0 / context.world_size))
 
     def _dense(self) -> DenseMomentum:
         return DenseMomentum(self.momentum, self.nesterov, self.clip)
-
-    def _blocks_of(self, context: ExchangeContext) -> Blocks:
-        if self not in context.kept:
-            context.kept[self] = context.layout.whole()
-        return context.kept[self]  # type: ignore[no-any-return]
 
 
 def accumulate(g: Tensor, own: Section, momentum: float, nesterov: bool) -> Accumulators:
@@ -158,24 +156,3 @@ def take_largest(kept: Accumulators, blocks: Blocks, most: list[int], random: Ra
     if masking:
         kept.u[positions] = 0.0
     return payload
-
-
-def _add(payload: Tensor, blocks: Blocks, weight: float, total: Tensor, rank: int) -> None:
-    try:
-        positions, values = decode_sparse(payload, blocks)
-    except MalformedPayload as problem:
-        raise FrameError(rank, f"DGC: {problem}") from problem
-    total.index_add_(0, positions, values * weight)  # weighted first: the sum of P values may be too large for float32
-
-
-def _check_warm_up(densities: Any, rounds: Any) -> None:
-    if not isinstance(densities, tuple) or not all(is_number(one) and 0 < one < 1 for one in densities):
-        raise ConfigurationError(
-            f"DGC(warm_up={densities!r}): these are the densities to begin with, a tuple of numbers above 0 and below 1.\n"
-            f"Write warm_up=(0.25, 0.0625), or warm_up=() for none."
-        )
-    if not is_count(rounds):
-        raise ConfigurationError(
-            f"DGC(warm_up_rounds={rounds!r}): each density of the warm-up lasts a whole number of rounds, from 1.\n"
-            f"Write the number of steps in an epoch, or warm_up=() for no warm-up."
-        )

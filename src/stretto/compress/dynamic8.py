@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from stretto.compress import bits
-from stretto.compress.checks import is_count
+from stretto.compress.checks import check, is_count
 from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import RandomKeys
-from stretto.errors import ConfigurationError, MalformedPayload
+from stretto.errors import MalformedPayload
 
 ZERO = 127  # the code of 0
 FINITE = 0x7F7FFFFF  # bits of the largest finite float32
@@ -46,14 +46,12 @@ class Dynamic8(KernelCodec):
 
     block: int = 4096
     splits: ClassVar[bool] = True
-    encoder, decoder = with_kernels("dynamic8")
+    encoder, decoder = with_kernels("dynamic8_cpu", "dynamic8_cuda")
 
     def __post_init__(self) -> None:
-        if not is_count(self.block):
-            raise ConfigurationError(
-                f"Dynamic8(block={self.block!r}): a block has at least one value.\n"
-                f"Write how many share a scale: Dynamic8(block=4096)."
-            )
+        check(
+            is_count(self.block), self, "block", "a block has at least one value", "Dynamic8(block=4096): so many share a scale"
+        )
 
     def blocks(self, layout: Layout) -> Blocks:
         return layout.cut(lambda place: self.block)

@@ -34,12 +34,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stretto.compress.checks import is_number
+from stretto.compress.checks import check, is_number
 from stretto.compress.codec import Codec, Compression
-from stretto.compress.exchange import combines_blocks, exchange, feedback_of, refusal_with_feedback
+from stretto.compress.error_feedback import restore_feedback
+from stretto.compress.exchange import exchange, feedback_of, refusal_with_feedback
 from stretto.compress.layout import Layout
 from stretto.compress.random_numbers import mix
-from stretto.compress.rounds import ExchangeContext, Steps, share_out
+from stretto.compress.rounds import ExchangeContext, Steps
 from stretto.compress.state import SERVER, CompressionState, Exported
 from stretto.errors import ConfigurationError
 
@@ -62,11 +63,9 @@ class EF21(Compression):
         if (problem := _no_contraction(self.codec)) is not None:
             raise ConfigurationError(f"EF21({self.codec!r}): {problem}")
         for name, value in (("momentum", self.momentum), ("participation", self.participation)):
-            if not (is_number(value) and 0 < value <= 1) and not (value is None and name == "momentum"):  # type: ignore[operator]
-                raise ConfigurationError(
-                    f"EF21({name}={value!r}): a number above 0, at most 1, is needed. Write EF21({self.codec!r}, {name}=0.5), or "
-                    f"leave it out."
-                )
+            is_right = (is_number(value) and 0 < value <= 1) or (value is None and name == "momentum")  # type: ignore[operator]
+            instead = f"EF21({self.codec!r}, {name}=0.5), or leave it out"
+            check(is_right, self, name, "a number above 0, at most 1, is needed", instead)
 
     def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:
         inner = self.codec.for_parameter(name, shape)
@@ -98,18 +97,8 @@ class EF21(Compression):
     def restore(self, state: CompressionState, own: Exported, shared: Exported, rank: int, world_size: int) -> None:
         """The second residual of blocks that this worker no longer combines is taken off its own estimate, P times, for a P-th of
         that reaches the mean. Then it is sent as part of the next difference."""
-        if combines_blocks(self.codec, world_size):
-            mine = share_out(self.codec.blocks(state.layout), world_size)[rank]
-            state.own.flat(SERVER, mine.start, mine.stop)
-        elif any(SERVER in kinds for kinds in own.values()):
-            state.own.flat(SERVER, 0, 0)
-        Compression.restore(self, state, own, shared, rank, world_size)
-        moved: Exported = {}
-        for name, kinds in state.own.export().items():
-            if SERVER in own.get(name, {}):
-                foreign = own[name][SERVER].to(state.device) - kinds[SERVER]
-                moved[name] = {ESTIMATE: kinds[ESTIMATE] - world_size * foreign}
-        state.own.restore(moved, self.flat_kinds)
+        restore_feedback(self.codec, state, own, rank, world_size, self.flat_kinds, ESTIMATE, -world_size)
+        state.shared.restore(shared, self.flat_kinds)
 
     def bytes_sent(self, layout: Layout, rank: int, world_size: int, algorithm: str = "auto") -> int | None:
         return self.codec.bytes_sent(layout, rank, world_size, algorithm)

@@ -105,9 +105,18 @@ def _around(codec: Compression, values: Tensor, residual: Tensor, context: Excha
     residual.sub_(values)
 
 
-def restore_feedback(codec: Codec, state: CompressionState, own: Exported, rank: int, world_size: int) -> None:
-    """Take up residuals. Blocks of the second residual that this worker no longer combines become part of its own residual, P
-    times, for a P-th of that reaches the mean."""
+def restore_feedback(
+    codec: Codec,
+    state: CompressionState,
+    own: Exported,
+    rank: int,
+    world_size: int,
+    flat_kinds: frozenset[str] = ErrorFeedback.flat_kinds,
+    to: str = RESIDUAL,
+    times: int | None = None,
+) -> None:
+    """Take up what was this worker's own. Blocks of the second residual that it no longer combines become part of its own
+    residual (or of whatever kind `to` is), P times, for a P-th of that reaches the mean."""
     first, last = 0, 0
     if combines_blocks(codec, world_size):
         mine = share_out(codec.blocks(state.layout), world_size)[rank]
@@ -121,8 +130,8 @@ def restore_feedback(codec: Codec, state: CompressionState, own: Exported, rank:
         foreign = place.as_vector(server).clone()
         foreign[max(0, first - place.start) : max(0, last - place.start)] = 0.0
         if bool(foreign.any()):
-            residual = kept[place.name].get(RESIDUAL, torch.zeros_like(server))
-            kept[place.name][RESIDUAL] = residual + world_size * place.as_tensor(foreign)
+            before = kept[place.name].get(to, torch.zeros_like(server))
+            kept[place.name][to] = before + (world_size if times is None else times) * place.as_tensor(foreign)
         if first == last:
             del kept[place.name][SERVER]
-    state.own.restore(kept, frozenset((RESIDUAL, SERVER)))
+    state.own.restore(kept, flat_kinds)

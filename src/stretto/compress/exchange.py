@@ -22,6 +22,8 @@ it: chunks are whole blocks, so what is computed does not depend on which worker
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,7 +37,7 @@ from stretto.collectives.schedule import Action, compile_plan
 from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
-from stretto.compress.rounds import ExchangeContext, Gather, Steps, Sum, SumInHops, Transpose, share_out
+from stretto.compress.rounds import Collective, ExchangeContext, Gather, Steps, Sum, SumInHops, Transpose, share_out
 from stretto.compress.state import SERVER
 from stretto.errors import FrameError, MalformedPayload
 
@@ -117,26 +119,35 @@ def _in_hops(codec: Codec, values: Tensor, context: ExchangeContext) -> Steps:
 def _gathered(codec: Codec, values: Tensor, context: ExchangeContext, feedback: Feedback | None) -> Steps:
     blocks = context.blocks_of(codec)
     payload = _encode(codec, values if feedback is None else feedback.residual, blocks, context.random, feedback)
-    lengths, table = [len(payload)] * context.world_size, None
     if codec.num_bytes(blocks) is None:  # other lengths in every round: not worth keeping
-        told = yield Gather(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))
-        lengths = checked_lengths(told.flatten().tolist(), codec.max_bytes(blocks), repr(codec))
-        payload = functional.pad(payload, (0, max(lengths) - len(payload)))
+        rows = yield from gather_payloads(payload, codec.max_bytes(blocks), repr(codec))
     else:
-        table = blocks.pool.empty((context.world_size, len(payload)), torch.uint8, payload.device)
-    rows = yield Gather(payload, table)
+        rows = list((yield Gather(payload, blocks.pool.empty((context.world_size, len(payload)), torch.uint8, payload.device))))
     values.zero_()
-    for rank, length in enumerate(lengths):
-        _add(codec, rows[rank, :length], blocks, context.random, values, rank)
+    for rank, row in enumerate(rows):
+        _add(codec, row, blocks, context.random, values, rank)
     values.mul_(1.0 / context.world_size)
 
 
-def checked_lengths(lengths: list[int], longest: int, name: str) -> list[int]:
-    """Announced lengths decide how much memory is taken: not more than a payload can need."""
+def gather_payloads(payload: Tensor, longest: int, name: str) -> Generator[Collective, Tensor, list[Tensor]]:
+    """Everybody's, of whatever length: padded to the longest, after the lengths. These decide how much memory is taken, so none
+    may announce more than a payload can need."""
+    told = yield Gather(torch.tensor([len(payload)], dtype=torch.int64, device="cpu"))
+    lengths = [int(length) for length in told.flatten()]
     for rank, length in enumerate(lengths):
         if not 0 <= length <= longest:
             raise FrameError(rank, f"{name}: it announces {length} bytes where at most {longest} can come")
-    return lengths
+    rows = yield Gather(functional.pad(payload, (0, max(lengths) - len(payload))))
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+@contextmanager
+def blamed_on(rank: int, name: str) -> Iterator[None]:
+    """What is malformed is that worker's fault."""
+    try:
+        yield
+    except MalformedPayload as problem:
+        raise FrameError(rank, f"{name}: {problem}") from problem
 
 
 def _two_phase(codec: Codec, values: Tensor, context: ExchangeContext, feedback: Feedback | None) -> Steps:
@@ -172,10 +183,8 @@ def _encode_mean(codec: Codec, mean: Tensor, blocks: Blocks, random: RandomKeys,
 
 
 def _add(codec: Codec, payload: Tensor, blocks: Blocks, random: RandomKeys, total: Tensor, rank: int) -> None:
-    try:
+    with blamed_on(rank, repr(codec)):
         codec.add_decoded(payload, blocks, random, total)
-    except MalformedPayload as problem:
-        raise FrameError(rank, f"{codec!r}: {problem}") from problem
 
 
 def _padded(payload: Tensor, length: int, pool: BufferPool) -> Tensor:

@@ -37,11 +37,15 @@ class Float16(SixteenBits):
     """Values as halves."""
 
     payload_dtype: ClassVar[torch.dtype] = torch.float16
-    encoder, decoder = with_kernels("float16")
+    encoder, decoder = with_kernels("sixteen_bits_cpu", "sixteen_bits_cuda")
 
     @property
     def limit(self) -> float:
         return LARGEST
+
+    @property
+    def limit_bits(self) -> int:
+        return int(torch.tensor(self.limit, dtype=torch.float32, device="cpu").view(torch.int32))
 
     def among(self, world_size: int) -> Codec:
         """The codec of each of `world_size` payloads that are to be added."""

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from stretto.compress import bits
-from stretto.compress.checks import is_count
+from stretto.compress.checks import check, is_count
 from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import RandomKeys
-from stretto.errors import ConfigurationError, MalformedPayload
+from stretto.errors import MalformedPayload
 
 if TYPE_CHECKING:
     from stretto.compress.int8_hop import Int8Hop
@@ -56,19 +56,11 @@ class Int8(KernelCodec):
     block: int = 256
     stochastic: bool = False
     splits: ClassVar[bool] = True
-    encoder, decoder = with_kernels("int8")
+    encoder, decoder = with_kernels("int8_cpu", "int8_cuda")
 
     def __post_init__(self) -> None:
-        if not is_count(self.block):
-            raise ConfigurationError(
-                f"Int8(block={self.block!r}): a block has at least one value. Write how many share a scale: Int8(block=256)."
-            )
-        if not isinstance(self.stochastic, bool):
-            raise ConfigurationError(f"Int8(stochastic={self.stochastic!r}): it is a yes or a no. Write True or False.")
-
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]  # depends on the argument
-        return self.stochastic
+        check(is_count(self.block), self, "block", "a block has at least one value", "Int8(block=256): so many share a scale")
+        check(isinstance(self.stochastic, bool), self, "stochastic", "it is a yes or a no", "True or False")
 
     @property
     def no_contraction(self) -> str | None:  # type: ignore[override]
@@ -103,7 +95,7 @@ class Int8(KernelCodec):
     def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor:
         _, scales, codes = bits.opened(payload, blocks, 8, 1)
         spread = scales[blocks.numbers(codes.device)]
-        check(scales, codes, spread)
+        check_codes(scales, codes, spread)
         return codes.view(torch.int8) * spread
 
 
@@ -125,7 +117,7 @@ def codes_of(values: Tensor, scales: Tensor, uniform: Tensor | None = None) -> T
     return (down + (uniform < quotients - down)).clamp_(-127, 127).to(torch.int8)
 
 
-def check(scales: Tensor, codes: Tensor, spread: Tensor) -> None:
+def check_codes(scales: Tensor, codes: Tensor, spread: Tensor) -> None:
     """Refuse what no encoder writes. `spread`: for each code its scale."""
     words = scales.view(torch.int32)
     in_range = (words >= SMALLEST_SCALE) & (words <= LARGEST_SCALE) & (words & LOWER_BITS == 0)

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from stretto.compress.backend import accelerated
-from stretto.compress.int8 import check, codes_of, scales_of
+from stretto.compress.int8 import check_codes, codes_of, scales_of
 from stretto.errors import MalformedPayload
 
 Floats = NDArray[np.float32]
@@ -43,10 +42,10 @@ class Int8Hop:
 
     def add(self, payload: Bytes | memoryview, values: Floats) -> None:
         """If it raises, `values` is of no use."""
-        add_units.on(CPU)(self._checked(payload, values), self.unit, values)
+        decode_units.on(CPU)(self._checked(payload, values), self.unit, values, True)
 
     def copy(self, payload: Bytes | memoryview, values: Floats) -> None:
-        copy_units.on(CPU)(self._checked(payload, values), self.unit, values)
+        decode_units.on(CPU)(self._checked(payload, values), self.unit, values, False)
 
     def settle(self, values: Floats) -> None:
         settle_units.on(CPU)(values, self.unit)
@@ -58,7 +57,8 @@ class Int8Hop:
         return incoming
 
 
-def encode_in_torch(values: Floats, unit: int) -> Tensor:
+@accelerated(cpu="int8_cpu.encode_units")
+def encode_units(values: Floats, unit: int, out: Bytes) -> None:
     """One row for each unit, the last filled up with zeros, which are cut off again."""
     rows = torch.zeros(-(-len(values) // unit), unit, dtype=torch.float32, device="cpu")
     rows.view(-1)[: len(values)] = torch.from_numpy(values)
@@ -66,32 +66,22 @@ def encode_in_torch(values: Floats, unit: int) -> Tensor:
     scales = scales_of(rows.abs().amax(1))
     codes = codes_of(rows, scales.unsqueeze(1))
     table = torch.cat([scales.view(torch.uint8).view(len(rows), 4), codes.view(torch.uint8)], 1)
-    return table.flatten()[: 4 * len(rows) + len(values)]
+    out[:] = table.flatten()[: len(out)].numpy()
 
 
-def decode_in_torch(payload: Bytes, count: int, unit: int) -> Tensor:
-    rows = torch.zeros(-(-count // unit), 4 + unit, dtype=torch.uint8, device="cpu")
+@accelerated(cpu="int8_cpu.decode_units")
+def decode_units(payload: Bytes, unit: int, values: Floats, adding: bool) -> None:
+    rows = torch.zeros(-(-len(values) // unit), 4 + unit, dtype=torch.uint8, device="cpu")
     rows.view(-1)[: len(payload)] = torch.from_numpy(payload.copy())  # torch does not take memory that is read-only
     scales, codes = rows[:, :4].flatten().view(torch.float32).unsqueeze(1), rows[:, 4:].contiguous()
-    check(scales, codes, scales.expand(codes.shape))
-    return (codes.view(torch.int8) * scales).flatten()[:count]
-
-
-@accelerated(cpu="int8_cpu.encode_units")
-def encode_units(values: Floats, unit: int, out: Bytes) -> None:
-    out[:] = encode_in_torch(values, unit).numpy()
-
-
-@accelerated(cpu="int8_cpu.add_units")
-def add_units(payload: Bytes, unit: int, values: Floats) -> None:
-    values += decode_in_torch(payload, len(values), unit).numpy()
-
-
-@accelerated(cpu="int8_cpu.copy_units")
-def copy_units(payload: Bytes, unit: int, values: Floats) -> None:
-    values[:] = decode_in_torch(payload, len(values), unit).numpy()
+    check_codes(scales, codes, scales.expand(codes.shape))
+    decoded = (codes.view(torch.int8) * scales).flatten()[: len(values)].numpy()
+    values[:] = values + decoded if adding else decoded
 
 
 @accelerated(cpu="int8_cpu.settle_units")
 def settle_units(values: Floats, unit: int) -> None:
-    values[:] = decode_in_torch(encode_in_torch(values, unit).numpy(), len(values), unit).numpy()
+    """Encode, and decode again."""
+    payload = np.empty(Int8Hop(unit).num_bytes(len(values)), np.uint8)
+    encode_units.reference(values, unit, payload)
+    decode_units.reference(payload, unit, values, False)

@@ -32,25 +32,24 @@ from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout, TensorPlace
 from stretto.compress.random_numbers import RandomKeys
 
-MEANS = 2  # float32 per row
-
 
 @dataclass(frozen=True, slots=True)
 class OneBit(KernelCodec):
     """Two means per row of each tensor; nothing to choose."""
 
+    num_scales: ClassVar[int] = 2  # per row: the mean of its values below zero, and that of the others
     splits: ClassVar[bool] = True
     wants_feedback: ClassVar[bool] = True
-    encoder, decoder = with_kernels("one_bit")
+    encoder, decoder = with_kernels("signs_cpu", "one_bit_cuda")
 
     def blocks(self, layout: Layout) -> Blocks:
         return layout.cut(row_length)
 
     def num_bytes(self, blocks: Blocks) -> int:
-        return bits.num_bytes(blocks, 1, MEANS)
+        return bits.num_bytes(blocks, 1, self.num_scales)
 
     def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
-        new = bits.blank(blocks, 1, MEANS, values)
+        new = bits.blank(blocks, 1, self.num_scales, values)
         below = values < 0
         num_below = bits.sums(below, blocks)
         num_above = blocks.lengths.to(values.device) - num_below
@@ -60,7 +59,7 @@ class OneBit(KernelCodec):
         return new.whole
 
     def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor:
-        _, means, packed = bits.opened(payload, blocks, 1, MEANS)
+        _, means, packed = bits.opened(payload, blocks, 1, self.num_scales)
         below, above = means[0::2], means[1::2]
         if not (means.isfinite().all() and (below <= 0).all() and (above >= 0).all()):
             bits.check(bits.BAD_SCALE)

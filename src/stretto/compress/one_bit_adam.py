@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress.buffer_pool import BufferPool
-from stretto.compress.checks import is_count, is_number
+from stretto.compress.checks import check, is_count, is_number
 from stretto.compress.codec import Codec, Compression
 from stretto.compress.error_feedback import RESIDUAL, restore_feedback
 from stretto.compress.exchange import exchange, feedback_of, refusal_with_feedback
@@ -60,17 +60,11 @@ class OneBitAdam(Compression):
     flat_kinds: ClassVar[frozenset[str]] = frozenset((M, V, RESIDUAL, SERVER))
 
     def __post_init__(self) -> None:
-        if not is_count(self.warm_up):
-            raise ConfigurationError(
-                f"OneBitAdam(warm_up={self.warm_up!r}): without a round of Adam before it there is no variance to freeze.\n"
-                f"Write a number of rounds, 15 to 25 % of all: OneBitAdam(warm_up=1000)."
-            )
-        if not isinstance(self.betas, tuple) or len(self.betas) != 2 or not all(is_number(b) and 0 <= b < 1 for b in self.betas):
-            raise ConfigurationError(
-                f"OneBitAdam(betas={self.betas!r}): two numbers from 0 to below 1 are needed. Write betas=(0.9, 0.999)."
-            )
-        if not is_number(self.eps) or not self.eps > 0:
-            raise ConfigurationError(f"OneBitAdam(eps={self.eps!r}): a finite number above 0 is needed. Write eps=1e-8.")
+        why = "without a round of Adam before it there is no variance to freeze"
+        check(is_count(self.warm_up), self, "warm_up", why, "a number of rounds, 15 to 25 % of all: OneBitAdam(warm_up=1000)")
+        betas = isinstance(self.betas, tuple) and len(self.betas) == 2 and all(is_number(b) and 0 <= b < 1 for b in self.betas)
+        check(betas, self, "betas", "two numbers from 0 to below 1 are needed", "betas=(0.9, 0.999)")
+        check(is_number(self.eps) and self.eps > 0, self, "eps", "a finite number above 0 is needed", "eps=1e-8")
         if isinstance(self.codec, Codec) and (reason := self.codec.no_residual or self.codec.no_contraction) is not None:
             raise ConfigurationError(
                 f"OneBitAdam(codec={self.codec!r}): {reason}.\nWrite a contraction, whose error is fed back here: codec=Sign()."

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress.backend import accelerated
-from stretto.compress.checks import is_count, is_number
+from stretto.compress.checks import check, is_count, is_number
 from stretto.compress.codec import Compression
 from stretto.compress.exchange import bytes_of_sum
 from stretto.compress.layout import Layout, TensorPlace
@@ -42,7 +42,6 @@ from stretto.compress.matrices import Matrices, Matrix
 from stretto.compress.none import NoCompression
 from stretto.compress.orthogonal import cut, orthonormalise
 from stretto.compress.rounds import ExchangeContext, Steps, Sum
-from stretto.errors import ConfigurationError
 
 Q = "q"
 
@@ -56,16 +55,11 @@ class PowerSGD(Compression):
     wants_feedback: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not is_count(self.rank):
-            raise ConfigurationError(
-                f"PowerSGD(rank={self.rank!r}): the rank is the number of directions that are sent, a whole number from 1.\n"
-                f"Write PowerSGD(rank=4), or less for fewer bytes."
-            )
-        if not is_number(self.min_rate) or self.min_rate < 0:
-            raise ConfigurationError(
-                f"PowerSGD(min_rate={self.min_rate!r}): the least factor by which a tensor must shrink is a number from 0.\n"
-                f"Write min_rate=2.0, or min_rate=0.0 to compress every matrix."
-            )
+        why = "the rank is the number of directions that are sent, a whole number from 1"
+        check(is_count(self.rank), self, "rank", why, "PowerSGD(rank=4), or less for fewer bytes")
+        why = "the least factor by which a tensor must shrink is a number from 0"
+        shrinks = is_number(self.min_rate) and self.min_rate >= 0
+        check(shrinks, self, "min_rate", why, "min_rate=2.0, or min_rate=0.0 to compress every matrix")
 
     def for_parameter(self, name: str, shape: tuple[int, ...]) -> Compression:
         a, b = _sides(TensorPlace(name, shape, 0))
@@ -73,7 +67,7 @@ class PowerSGD(Compression):
         return self if len(shape) > 1 and r > 0 and a * b >= self.min_rate * r * (a + b) else NoCompression()
 
     def exchange(self, values: Tensor, context: ExchangeContext) -> Steps:
-        matrices = self._matrices_of(context)
+        matrices = context.keep(self, lambda: self._matrices(context.layout))
         right = _remembered(matrices, context)
         left = torch.empty(sum(r * a for r, a in matrices.lefts), device=values.device, dtype=torch.float32)
         times_right(values, right, matrices, left)
@@ -90,11 +84,6 @@ class PowerSGD(Compression):
         matrices = self._matrices(layout)
         lengths = (sum(r * n for r, n in shapes) for shapes in (matrices.lefts, matrices.rights))
         return sum(bytes_of_sum(length, 4, rank, world_size, algorithm) for length in lengths)
-
-    def _matrices_of(self, context: ExchangeContext) -> Matrices:
-        if self not in context.kept:
-            context.kept[self] = self._matrices(context.layout)
-        return context.kept[self]  # type: ignore[no-any-return]
 
     def _matrices(self, layout: Layout) -> Matrices:
         sides = [(place, *_sides(place)) for place in layout.places if place.size]

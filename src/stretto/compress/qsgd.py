@@ -4,9 +4,7 @@
 
 over each bucket of d values, with s = 2^(bits-1) - 1 levels above 0 and N = max |x_i| (`norm="max"`) or |x|_2 (`norm="l2"`).
 
-Bits:       bits * n + 32 per bucket. Layout: all norms (float32), then fields of `bits` bits, LSB first: the lowest bit of a
-            field is the sign (1 for x < 0), the others are the level; every bucket is padded to whole bytes with 0. A level of
-            0 has sign 0: the field 1 is refused.
+Bits:       bits * n + 32 per bucket, laid out as in `levels.py`.
 Unbiased:   E[C(x)] = x, up to the rounding of float32. E|C(x) - x|^2 <= omega |x|^2 with omega = min(d / (4 s^2), sqrt(d) / s)
             for either norm; a value is off by less than N / s. Of Gaussian values in buckets of 512, omega is 0.04 with "max"
             and 1.6 with "l2" (4 bits): the largest value is smaller than the norm, so levels lie closer.
@@ -14,8 +12,6 @@ With error feedback: it adds nothing on average, and residuals may grow without 
             refused unless omega is below 1; with "max", where the largest value is exact, omega is at the worst
             (sqrt(1 + (d - 1) / s^2) - 1) / 2. For buckets of 512 that is 10.8, 3.3 and 1.2 with 2, 3 and 4 bits, which are
             refused, and 0.40, 0.12, 0.03 and 0.01 with 5 to 8. ("l2": 22.6, 7.5, 2.6 and 0.57, 0.13, 0.03, 0.01.)
-Invariant:  a value of 0 stays 0, no sign changes, no level is above s; numbers are drawn by element and round, whatever the
-            buckets of parameters (`random_numbers.py`).
 Reference: Alistarh et al., "QSGD", NeurIPS 2017 (with "l2"; in practice it takes "max", as does the default here). Departs from
            it: fields of one width, where it codes levels by Elias: those are shorter for few levels and "l2", when most are 0,
            but their length depends on the values and they can only be read one after the other.
@@ -24,51 +20,33 @@ Reference: Alistarh et al., "QSGD", NeurIPS 2017 (with "l2"; in practice it take
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-import torch
-from torch import Tensor
-
-from stretto.compress import bits as packing
-from stretto.compress.checks import is_count
-from stretto.compress.codec import KernelCodec, with_kernels
+from stretto.compress.checks import check, is_count
 from stretto.compress.layout import Blocks, Layout
-from stretto.compress.random_numbers import RandomKeys
-from stretto.errors import ConfigurationError
+from stretto.compress.levels import Levels, RandomLevels
 
 Norm = Literal["max", "l2"]
 
 
 @dataclass(frozen=True, slots=True)
-class QSGD(KernelCodec):
+class QSGD(RandomLevels):
     """`bits` per value, sign included; `bucket`: how many values share a norm; `norm`: which."""
 
     bits: int = 4
     bucket: int = 512
     norm: Norm = "max"
-    splits: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = True
-    encoder, decoder = with_kernels("qsgd")
 
     def __post_init__(self) -> None:
-        if not is_count(self.bits, 2) or self.bits > 8:
-            raise ConfigurationError(
-                f"QSGD(bits={self.bits!r}): a value has a sign and at least one bit of level, and no more than 8 bits.\n"
-                f"Write QSGD(bits=4) or any whole number from 2 to 8."
-            )
-        if not is_count(self.bucket):
-            raise ConfigurationError(
-                f"QSGD(bucket={self.bucket!r}): a bucket has a whole number of values, at least 1.\nWrite QSGD(bucket=512)."
-            )
-        if self.norm not in ("max", "l2"):
-            raise ConfigurationError(
-                f"QSGD(norm={self.norm!r}): there is no such norm here.\n"
-                f'Write norm="max" (less error) or norm="l2" (as published).'
-            )
+        why = "a value has a sign and at least one bit of level, and no more than 8 bits"
+        check(is_count(self.bits, 2) and self.bits <= 8, self, "bits", why, "QSGD(bits=4) or any whole number from 2 to 8")
+        check(is_count(self.bucket), self, "bucket", "a bucket has a whole number of values, at least 1", "QSGD(bucket=512)")
+        known = self.norm in ("max", "l2")
+        check(known, self, "norm", "there is no such norm here", 'norm="max" (less error) or norm="l2" (as published)')
 
     @property
     def no_contraction(self) -> str | None:  # type: ignore[override]
-        levels = 2 ** (self.bits - 1) - 1
+        levels = self.levels.number
         if self.norm == "max":  # the largest value is exact: one of 1 and d - 1 alike, where they err most for their size
             omega = ((1 + (self.bucket - 1) / levels**2) ** 0.5 - 1) / 2
         else:
@@ -80,45 +58,9 @@ class QSGD(KernelCodec):
             f"what is left over may grow without bound"
         )
 
+    @property
+    def levels(self) -> Levels:
+        return Levels(self.bits, l2=self.norm == "l2")
+
     def blocks(self, layout: Layout) -> Blocks:
         return layout.cut(lambda place: self.bucket)
-
-    def num_bytes(self, blocks: Blocks) -> int:
-        return packing.num_bytes(blocks, self.bits, 1)
-
-    def encode_in_torch(self, values: Tensor, blocks: Blocks, random: RandomKeys) -> Tensor:
-        new = packing.blank(blocks, self.bits, 1, values)
-        new.scales.copy_(_norms(values, blocks, self.norm))
-        norms = new.scales[blocks.numbers(values.device)]
-        exact = values.abs() / torch.where(norms > 0, norms, 1.0) * (2 ** (self.bits - 1) - 1)
-        levels = exact.floor()
-        levels += random.uniform(blocks, random.own, values.device) < exact - levels
-        negative = (values < 0) & (levels > 0)
-        new.packed.copy_(packing.pack((2 * levels + negative).to(torch.uint8), blocks, self.bits))
-        return new.whole
-
-    def decode_in_torch(self, payload: Tensor, blocks: Blocks) -> Tensor:
-        _, norms, packed = packing.opened(payload, blocks, self.bits, 1)
-        packing.check_scales(norms)
-        fields = packing.unpack(packed, blocks, self.bits)
-        if (fields == 1).any():
-            packing.check(packing.BAD_FIELD)
-        return norms[blocks.numbers(payload.device)] * _parts_of_norm(self.bits).to(payload.device)[fields.long()]
-
-
-def _norms(values: Tensor, blocks: Blocks, norm: Norm) -> Tensor:
-    """At least the largest magnitude. An l2 norm too large for float32 becomes the largest float32, which is as good a unit."""
-    if norm == "max":
-        return packing.largest_magnitudes(values, blocks)
-    return packing.sums(values.double().square(), blocks).sqrt().clamp(max=torch.finfo(torch.float32).max).float()
-
-
-def _parts_of_norm(bits: int) -> Tensor:
-    """What each field stands for, in [-1, 1]: norm * level alone may be too large.
-
-    Computed on the CPU, whatever the device: CUDA divides by a number by multiplying with its inverse, which rounds otherwise,
-    and workers would no longer have the same bits.
-    """
-    fields = torch.arange(2**bits, dtype=torch.int64, device="cpu")
-    sizes = (fields >> 1).float() / (2 ** (bits - 1) - 1)
-    return torch.where((fields & 1) == 1, -sizes, sizes)

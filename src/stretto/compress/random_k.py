@@ -33,11 +33,12 @@ from torch import Tensor
 
 from stretto.compress import sparse_format
 from stretto.compress.backend import accelerated
+from stretto.compress.checks import check
 from stretto.compress.codec import Codec
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import GOLDEN, RandomKeys, mix_tensor
 from stretto.compress.sparse_format import Chosen
-from stretto.errors import ConfigurationError, MalformedPayload
+from stretto.errors import MalformedPayload
 
 ROUNDS = 4
 LARGEST = torch.finfo(torch.float32).max
@@ -52,16 +53,9 @@ class RandomK(Codec):
     payload_dtype: ClassVar[torch.dtype | None] = torch.float32
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fraction", sparse_format.checked_fraction("RandomK", self.fraction))
-        if not isinstance(self.scaled, bool):
-            raise ConfigurationError(
-                f"RandomK(scaled={self.scaled!r}): that is neither True nor False.\n"
-                f"Write ErrorFeedback(RandomK({self.fraction})), or RandomK({self.fraction}, scaled=True) without error feedback."
-            )
-
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        return self.scaled
+        object.__setattr__(self, "fraction", sparse_format.checked_fraction(self))
+        instead = f"ErrorFeedback(RandomK({self.fraction})), or RandomK({self.fraction}, scaled=True) without error feedback"
+        check(isinstance(self.scaled, bool), self, "scaled", "that is neither True nor False", instead)
 
     @property
     def wants_feedback(self) -> bool:  # type: ignore[override]

@@ -11,9 +11,9 @@ A compression is a generator that yields collectives and is sent their results; 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ from stretto.compress.state import CompressionState
 
 if TYPE_CHECKING:
     from stretto.compress.codec import Codec
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +75,18 @@ class ExchangeContext:
     kept: dict[Any, Any] = field(default_factory=dict)  # what is the same in every round of this bucket
     weight: float = 1.0  # this worker's values have been multiplied by it
 
+    def keep(self, key: Any, make: Callable[[], T]) -> T:
+        """What `make` gives, made in the first round only."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]  # type: ignore[no-any-return]
+
     def blocks_of(self, codec: Codec) -> Blocks:
-        if codec not in self.kept:
-            self.kept[codec] = codec.blocks(self.layout)
-        return self.kept[codec]  # type: ignore[no-any-return]
+        return self.keep(codec, lambda: codec.blocks(self.layout))
 
     def shares_of(self, codec: Codec) -> list[Share]:
         """Whole blocks for each worker, as evenly as they can be shared out."""
-        key = (codec, self.world_size)
-        if key not in self.kept:
-            self.kept[key] = share_out(self.blocks_of(codec), self.world_size)
-        return self.kept[key]  # type: ignore[no-any-return]
+        return self.keep((codec, self.world_size), lambda: share_out(self.blocks_of(codec), self.world_size))
 
 
 def share_out(blocks: Blocks, world_size: int) -> list[Share]:

@@ -30,20 +30,20 @@ def select_largest(values: Tensor, k: int, key: int) -> Tensor:
     """Positions in `values` (float32, flat). `key`: a random number, for the start of the sample."""
     wanted = max(SAMPLED * len(values), LEAST, LEAST_ABOVE * len(values) / k)
     if 2 * wanted >= len(values):
-        return _largest_of(values, at_least(values, values.new_zeros(1)), k)
+        return _largest_of(values, reaching(values, values.new_zeros(1)), k)
     stride = int(len(values) / wanted) | 1
     sample = values[mix(key) % stride :: stride].abs()
     above = -(-len(sample) * k // len(values))
     threshold = torch.topk(sample, above).values[-1:]
-    return _largest_of(values, _reaching(values, threshold, ENOUGH * k), k)
+    return _largest_of(values, _enough_reaching(values, threshold, ENOUGH * k), k)
 
 
-def _reaching(values: Tensor, threshold: Tensor, enough: float) -> Tensor:
+def _enough_reaching(values: Tensor, threshold: Tensor, enough: float) -> Tensor:
     for _ in range(TRIES):
-        if threshold == 0 or count_at_least(values, threshold) >= enough:
+        if threshold == 0 or count_reaching(values, threshold) >= enough:
             break
         threshold = threshold * LOWER
-    return at_least(values, threshold)
+    return reaching(values, threshold)
 
 
 def _largest_of(values: Tensor, positions: Tensor, k: int) -> Tensor:
@@ -52,12 +52,12 @@ def _largest_of(values: Tensor, positions: Tensor, k: int) -> Tensor:
     return positions[torch.topk(values[positions].abs(), k, sorted=False).indices.sort().values]
 
 
-@accelerated(cpu="dgc_cpu.count_at_least")
-def count_at_least(values: Tensor, threshold: Tensor) -> int:
+@accelerated(cpu="top_k_cpu.count_reaching")
+def count_reaching(values: Tensor, threshold: Tensor) -> int:
     return int(torch.count_nonzero((values.abs() >= threshold) & (values != 0)))
 
 
-@accelerated(cpu="dgc_cpu.at_least")
-def at_least(values: Tensor, threshold: Tensor) -> Tensor:
+@accelerated(cpu="top_k_cpu.reaching")
+def reaching(values: Tensor, threshold: Tensor) -> Tensor:
     """Where |value| >= threshold and the value is not zero."""
     return ((values.abs() >= threshold) & (values != 0)).nonzero().flatten()

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from stretto.compress import bits, exchange
-from stretto.compress.checks import is_count
+from stretto.compress.checks import check, is_count
 from stretto.compress.codec import KernelCodec, with_kernels
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.random_numbers import RandomKeys
@@ -47,20 +47,16 @@ class Sign(KernelCodec):
     block: int = 256
     vote: bool = False
     splits: ClassVar[bool] = True
-    encoder, decoder = with_kernels("sign")
+    encoder, decoder = with_kernels("signs_cpu", "sign_cuda")
 
     @property
     def wants_feedback(self) -> bool:  # type: ignore[override]  # a vote is a method of its own
         return not self.vote
 
     def __post_init__(self) -> None:
-        if not is_count(self.block):
-            raise ConfigurationError(
-                f"Sign(block={self.block!r}): a block has a whole number of values, at least 1.\n"
-                f"Write Sign(block=256), or fewer for scales that follow the values more closely (32 bits each)."
-            )
-        if not isinstance(self.vote, bool):
-            raise ConfigurationError(f"Sign(vote={self.vote!r}): write vote=True for a majority vote, or vote=False.")
+        instead = "Sign(block=256), or fewer for scales that follow the values more closely (32 bits each)"
+        check(is_count(self.block), self, "block", "a block has a whole number of values, at least 1", instead)
+        check(isinstance(self.vote, bool), self, "vote", "it is a yes or a no", "vote=True for a majority vote, or vote=False")
 
     @property
     def no_abstention(self) -> str | None:  # type: ignore[override]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,11 @@ class SixteenBits(KernelCodec):
 
     __slots__ = ()
     payload_dtype: ClassVar[torch.dtype]
+
+    @property
+    @abstractmethod
+    def limit_bits(self) -> int:
+        """The largest magnitude that is sent, as the bits of a float32."""
 
     def blocks(self, layout: Layout) -> Blocks:
         return layout.whole()

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from stretto.compress.backend import accelerated
-from stretto.compress.checks import is_number
+from stretto.compress.checks import check, is_number
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import MASK
-from stretto.errors import ConfigurationError, MalformedPayload
+from stretto.errors import MalformedPayload
 
 COUNT, INDEX, PADDING, BITMAP, VALUE = PROBLEMS = (
     "a count is not what it must be",
@@ -98,13 +98,12 @@ def counts_of(fraction: float, blocks: Blocks) -> Tensor:
     return torch.tensor([max(1, -(-n * over // under)) for n in blocks.lengths.tolist()], dtype=torch.int64, device="cpu")
 
 
-def checked_fraction(owner: str, fraction: Any) -> float:
-    if not is_number(fraction) or not 0 < fraction <= 1:
-        raise ConfigurationError(
-            f"{owner}(fraction={fraction!r}): the share of elements that are sent is a number above 0 and up to 1.\n"
-            f"Write {owner}(0.01) to send one in a hundred."
-        )
-    return float(fraction)
+def checked_fraction(asked: Any) -> float:
+    """That of a codec, as a float."""
+    is_right = is_number(asked.fraction) and 0 < asked.fraction <= 1
+    why, instead = "the share of elements that are sent is a number above 0 and up to 1", "(0.01) to send one in a hundred"
+    check(is_right, asked, "fraction", why, type(asked).__name__ + instead)
+    return float(asked.fraction)
 
 
 @accelerated(cpu="sparse_cpu.write")

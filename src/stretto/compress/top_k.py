@@ -59,7 +59,7 @@ class TopK(KernelCodec):
     decoder = Backend(_decode, cuda="sparse_cuda.decode")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fraction", sparse_format.checked_fraction("TopK", self.fraction))
+        object.__setattr__(self, "fraction", sparse_format.checked_fraction(self))
 
     def blocks(self, layout: Layout) -> Blocks:
         return layout.whole()

@@ -16,7 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from stretto.compress.checks import is_count
+from stretto.compress.checks import check, is_count
 from stretto.compress.codec import Compression
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
@@ -34,11 +34,8 @@ class WarmUp(Compression):
     before: Compression = field(default_factory=NoCompression)
 
     def __post_init__(self) -> None:
-        if not is_count(self.rounds, 0):
-            raise ConfigurationError(
-                f"WarmUp(rounds={self.rounds!r}): a number of rounds is a whole number, 0 or more. Write for instance "
-                f"WarmUp(100, ErrorFeedback(TopK(0.01)))."
-            )
+        why = "a number of rounds is a whole number, 0 or more"
+        check(is_count(self.rounds, 0), self, "rounds", why, "for instance WarmUp(100, ErrorFeedback(TopK(0.01)))")
         for part in (self.codec, self.before):
             if not isinstance(part, Compression):
                 raise ConfigurationError(

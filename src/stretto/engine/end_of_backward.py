@@ -8,9 +8,16 @@ at once and in the thread that failed.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
+
+NO_TASK: Final = -1  # autograd's own number for "not in a backward"
+
+
+def current_task() -> int:
+    """The number of the backward that runs in this thread, or NO_TASK."""
+    return int(torch._C._current_graph_task_id())
 
 
 class BackwardListener(Protocol):

@@ -22,10 +22,9 @@ Reference: Li et al., "PyTorch Distributed", VLDB 2020, for buckets and hooks.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +34,13 @@ from torch.utils.hooks import RemovableHandle
 from stretto.engine import misuse
 from stretto.engine.admission import unwrapped
 from stretto.engine.bucket import Bucket, refuse_graph
-from stretto.engine.end_of_backward import EndOfBackward
+from stretto.engine.end_of_backward import NO_TASK, EndOfBackward, current_task
 from stretto.engine.finite import FiniteCheck
 from stretto.engine.loop_state import LoopState
-from stretto.engine.only_traced import are_others, in_functional_call, is_only_traced
+from stretto.engine.only_traced import are_others, in_functional_call, is_only_traced, leads_to_training
 from stretto.engine.other_trainers import refuse_other_trainers, refuse_wrapper_around
 from stretto.engine.places import Places
-from stretto.engine.stepping import Given, PutAside, has_nonzero, watch_all_optimizers
+from stretto.engine.stepping import Given, PutAside, look_before_step, stepped_by, watch_all_optimizers
 from stretto.engine.training import Participation, RoundEnd, RoundResult, Setting, Training
 from stretto.engine.use_hooks import before_each_use
 from stretto.engine.weak_hook import Orphan, take_off, weakly, when_accumulated
@@ -51,9 +50,6 @@ from stretto.tensors_in import tensors_in
 
 if TYPE_CHECKING:
     from stretto.strategy import Strategy
-
-log = logging.getLogger("stretto")
-NO_TASK: Final = -1  # autograd's own number for "not in a backward"
 
 
 class Engine:
@@ -97,10 +93,8 @@ class Engine:
         self._late: dict[Tensor, Tensor] = {}  # parameter -> gradient that came after its bucket had left
         self._final = False  # p.grad holds what no step has used and nothing may be added to
         self._aside = PutAside()
-        self._warned = False  # of gradients that came from no backward
         self._hooks = [handle for optimizer in optimizers for handle in Given.hook(self, optimizer)]
         self._use_hooks: list[RemovableHandle] = []
-        self._gradient_hooks: dict[Tensor, RemovableHandle] = {}
         self._orphan = Orphan(job)
         self.attached: list[RemovableHandle] = []  # what others have put onto the model and its optimizers for this engine
         if self.engaged:
@@ -130,7 +124,9 @@ class Engine:
 
     def close(self) -> None:
         """Take every hook off the model and the optimizers again."""
-        take_off((*self._hooks, *self._use_hooks, *self._gradient_hooks.values(), *self.attached))
+        take_off((*self._hooks, *self._use_hooks, *self.attached))
+        if self.engaged:
+            take_off(self.places.hooks.values())
         self.synchronising = self.engaged = False
         self._open, self._task = False, NO_TASK
         self._aside.give_back()
@@ -143,7 +139,7 @@ class Engine:
         with torch.inference_mode(False):  # what is made in it could not be part of a training step
             self.places = Places(self.model, self.training)
         self._slots = self.places.slots
-        self._gradient_hooks = self.places.set_hooks(self._on_gradient, self._on_last_gradient, self._orphan)
+        self.places.set_hooks(self._on_gradient, self._on_last_gradient, self._orphan)
         take_off(self._use_hooks)
         self._use_hooks = before_each_use(self.model, self.training)
 
@@ -158,11 +154,11 @@ class Engine:
             return None
         refuse_other_trainers(self.model)
         self._looked, self._look_closely = True, False
-        known, placed = self.places.known, self._gradient_hooks
+        known, placed = self.places.known, self.places.hooks
         take_off(placed.values())
         self._lay_out()
         self.training.adopt([p for p in self.model.parameters() if p not in known], ())
-        return [p for p in self._gradient_hooks if p not in placed]
+        return [p for p in self.places.hooks if p not in placed]
 
     def _notice_late_changes(self) -> None:
         """The same where gradients are there already: those of parameters that have got a place only now are not combined yet."""
@@ -172,11 +168,7 @@ class Engine:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
-        if is_only_traced() or torch.is_inference_mode_enabled():
-            return
-        if _current_task() != NO_TASK:  # a forward within backward is the recomputation of a checkpointed one
-            return
-        if not (module.training or torch.is_grad_enabled()):
+        if not leads_to_training(module):
             return
         refuse_wrapper_around(module)
         self.flush()
@@ -195,7 +187,7 @@ class Engine:
         return self.broadcast_buffers and self.synchronising and not self.joining
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if is_only_traced() or not torch.is_grad_enabled() or _current_task() != NO_TASK or not self.buckets:
+        if is_only_traced() or not torch.is_grad_enabled() or current_task() != NO_TASK or not self.buckets:
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -209,16 +201,12 @@ class Engine:
 
     def _set_end(self) -> None:
         if self._task == NO_TASK and self.synchronising:
-            self._task = _current_task()
+            self._task = current_task()
             EndOfBackward(self, self.rounds)
-
-    def _note_accumulation(self) -> None:
-        """A backward under no_sync: what it leaves in p.grad has yet to be combined."""
-        self.loop.backwards.add(_current_task())
 
     def backward_died(self, number: int) -> None:
         if number == self.rounds:  # else its round has been closed since
-            self._left_over = [p.grad for _, p in (*self.places.dense, *self.places.sparse) if p.grad is not None]
+            self._left_over = [p.grad for p in self.places.parameters if p.grad is not None]
             self._died = True
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -226,7 +214,8 @@ class Engine:
     def _on_gradient(self, number: int, parameter: Tensor) -> None:
         """Runs once per parameter and backward. Small gradients are copied later, all at once, when their bucket is full."""
         if not self.synchronising:
-            return self._note_accumulation()
+            self.loop.backwards.add(current_task())  # under no_sync: what it leaves in p.grad has yet to be combined
+            return
         if parameter.grad is None:
             return
         bucket, slot = self._slots[number]
@@ -249,7 +238,7 @@ class Engine:
     def _on_last_gradient(self, parameter: Tensor) -> None:
         """For a parameter whose bucket leaves last, or with a sparse gradient: it stays in p.grad until the round ends."""
         if not self.synchronising:
-            self._note_accumulation()
+            self.loop.backwards.add(current_task())
         elif not self._open or self._died:
             self._begin_round(parameter)
 
@@ -258,18 +247,16 @@ class Engine:
             self._close_dead_round(parameter)
         if self._final and parameter in self.places.of:
             self._final = False
-            if self._holds_result(parameter):
+            if self.places.holds_result(parameter):
                 raise misuse.second_mean(str(self.training.no_second_mean))
         self._open_round()
         for bucket in self.buckets:
-            bucket.leaves_early = bucket.early and not self._is_watched(bucket)
+            bucket.leaves_early = bucket.early and not self.places.is_watched(bucket)
         self._set_end()  # normally the outputs' hook has done it; else (a submodule called directly) this is the end we know
 
     def _open_round(self) -> None:
         self._open = True
-        for bucket in self.buckets:
-            if bucket.is_held:
-                bucket.leave_memory()
+        self.places.leave_held_memory()
 
     def _close_dead_round(self, parameter: Tensor) -> None:
         """A backward begins after one that failed, and no forward of the model has come between them to close its round."""
@@ -279,20 +266,6 @@ class Engine:
         self.flush()
         self._died = False
         parameter.grad = fresh
-
-    def _is_watched(self, bucket: Bucket) -> bool:
-        """Whether a hook of the user's runs after ours. It must see the gradient: the bucket leaves at the end of backward."""
-        hooks = [p._post_accumulate_grad_hooks for p in bucket.parameters]
-        if max(map(len, hooks)) == 1:
-            return False
-        last = (next(reversed(mine)) for mine in hooks)
-        return any(self._gradient_hooks[p].id != number for p, number in zip(bucket.parameters, last, strict=True))
-
-    def _holds_result(self, parameter: Tensor) -> bool:
-        """Whether the gradient is what a round has left there. A mean of means is the mean only without loss: a new gradient of
-        this worker's would lie on top of everybody's old one."""
-        bucket, slot = self.places.of[parameter]
-        return parameter.grad is bucket.views[slot]
 
     def _keep_late(self, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -322,7 +295,7 @@ class Engine:
         """Fill what has not left, and let the Training end the round."""
         if not self._open:  # no gradient has come that would have done it
             self._open_round()
-        self._complete_buckets()  # what it refuses leaves the round open: nothing of the rest has left, and flush says so
+        self.places.complete()  # what it refuses leaves the round open: nothing of the rest has left, and flush says so
         self._task = NO_TASK
         self._final = False
         try:
@@ -333,15 +306,6 @@ class Engine:
         self._final = result.final
         self.loop.rounds += result.combined
         return result
-
-    def _complete_buckets(self) -> None:
-        """Fill the places of parameters that got no gradient in this round."""
-        for bucket in self.buckets:
-            if not bucket.sent:
-                bucket.collect()
-        for _, parameter in self.places.sparse:
-            if parameter.grad is not None:
-                refuse_graph(parameter.grad)
 
     def _reset(self) -> None:
         for bucket in self.buckets:
@@ -360,17 +324,13 @@ class Engine:
         if self._open or self._task != NO_TASK:
             self._task = NO_TASK
             self._late.clear()
-            self._drop_gradients()
+            self.places.drop_gradients()
             self._finish_round(Participation.FAILED)
 
     def shadow_round(self) -> bool:
         """Take part in one round with nothing to give; says whether anybody is still working."""
-        self._drop_gradients()
+        self.places.drop_gradients()
         return self._finish_round(Participation.ABSENT).anybody_present
-
-    def _drop_gradients(self) -> None:
-        for _, parameter in (*self.places.dense, *self.places.sparse):
-            parameter.grad = None
 
     def synchronize(self) -> None:
         """Combine now what backward passes under no_sync have accumulated, if anybody has anything. On all workers.
@@ -383,49 +343,34 @@ class Engine:
         self.flush()
         if self.training.waits_before_use:
             self.training.before_use(self.model.parameters())
-        if not self._anybody_has_accumulated():
+        on_mean = bool(self.loop.backwards) and self._final and any(self.places.holds_result(p) for _, p in self.places.dense)
+        if not self.loop.anybody_has_accumulated(self.job, on_mean, self.training.no_second_mean):
             return
         if self.loop.backwards:
             self._finish_round(Participation.WORKING)
         else:
-            self._drop_gradients()
+            self.places.drop_gradients()
             self._finish_round(Participation.EMPTY)
         if not self.joining:
             self._make_up_for_forward()
-
-    def _anybody_has_accumulated(self) -> bool:
-        has, on_mean = bool(self.loop.backwards), False
-        if has and self._final:
-            on_mean = any(self._holds_result(parameter) for _, parameter in self.places.dense)
-        everybody = [[has, on_mean]]
-        if self.job.world_size > 1 and not self.joining:  # under join the others may have run out, and do not come here
-            everybody = self.job.gather_object([has, on_mean])
-        for rank, (_, theirs) in enumerate(everybody):
-            if theirs:
-                raise misuse.synchronize_over_mean(str(self.training.no_second_mean), rank)
-        return any(theirs for theirs, _ in everybody)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to use the gradients that are there."""
         if self.engaged:
-            if _current_task() != NO_TASK:
+            if current_task() != NO_TASK:
                 raise misuse.step_within_backward(optimizer, self.name)
             self._aside.give_back()  # the step before this one has ended in an exception
             self.flush()
-            if self.loop.backwards and self.buckets:
-                if has_nonzero(parameter.grad for parameter in self._stepped_by(optimizer)):
-                    raise misuse.step_without_round(optimizer, self.name, len(self.loop.backwards))
-            elif self.loop.is_second_step(optimizer):
-                self._warn_of_own_gradients(optimizer)
+            look_before_step(self, optimizer)
             if not self._looked:
                 self._notice_late_changes()
             self._looked = False
             self.loop.look_for_scaler()
             stepping = self.training.before_step(optimizer)
             if stepping is not None:
-                self._aside.put(parameter for parameter in self._stepped_by(optimizer) if parameter not in stepping)
+                self._aside.put(parameter for parameter in stepped_by(optimizer, self) if parameter not in stepping)
         self._final = False
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -433,25 +378,13 @@ class Engine:
         self.loop.stepped(optimizer)
         self.training.after_step(optimizer)
 
-    def _stepped_by(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        return (parameter for group in optimizer.param_groups for parameter in group["params"] if self.combines(parameter))
-
-    def _warn_of_own_gradients(self, optimizer: Optimizer) -> None:
-        """There was no round since this optimizer's last step. What it uses now was put into p.grad by the program itself."""
-        if self._warned or self.joining or self.job.world_size == 1:
-            return
-        own = (p.grad for p in self._stepped_by(optimizer) if p in self.places.of and not self._holds_result(p))
-        if has_nonzero(own):
-            self._warned = True
-            log.warning("rank %d: %s", self.job.rank, misuse.own_gradients(optimizer, self.name))
-
     # -- for the user -------------------------------------------------------------------------------------------------
 
     def _check_alone(self, finite: FiniteCheck) -> None:
         self._finite = finite
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                self._gradient_hooks[parameter] = when_accumulated(parameter, self._look_alone, name, orphan=self._orphan)
+                self._hooks.append(when_accumulated(parameter, self._look_alone, name, orphan=self._orphan))
 
     def _look_alone(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -465,8 +398,3 @@ class Engine:
             yield
         finally:
             self.synchronising = before
-
-
-def _current_task() -> int:
-    """The number of the backward that runs in this thread, or NO_TASK."""
-    return int(torch._C._current_graph_task_id())

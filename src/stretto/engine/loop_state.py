@@ -29,6 +29,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stretto.engine import misuse
+from stretto.job import Job
+
 MOST_FRAMES = 8  # from GradScaler.step to the hook that looks for it there are 3 to 5
 _MAYBE_STEP = getattr(torch.amp.GradScaler, "_maybe_opt_step", torch.amp.GradScaler.step)  # private, so it may go one day
 _SCALER_STEPS = (torch.amp.GradScaler.step.__code__, _MAYBE_STEP.__code__)
@@ -44,6 +47,7 @@ class LoopState:
         self.rounds = 0  # that have given this worker gradients, since all workers were made equal
         self.backwards: set[int] = set()  # under no_sync since the last round, by autograd's number
         self.others: WeakSet[Optimizer] = WeakSet()  # that step the model's parameters and were not given to distribute()
+        self.warned = False  # of gradients that came from no backward
         self._steps: list[list[Any]] = []  # [name of the optimizer, how often in a row] since the last round
         self._scale: tuple[float, int] | None = None  # as read when the optimizer stepped last
         self._last_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # after how many rounds each has stepped last
@@ -101,6 +105,17 @@ class LoopState:
         self._steps.clear()
         self._last_steps.clear()
         self._scale = None  # of before
+
+    def anybody_has_accumulated(self, job: Job, on_mean: bool, no_second_mean: str | None) -> bool:
+        """Whether any worker has gradients from backward passes under no_sync. `on_mean`: this one's lie on top of a mean that no
+        step has used, which all workers refuse."""
+        everybody = [[bool(self.backwards), on_mean]]
+        if job.world_size > 1 and not self.joining:  # under join the others may have run out, and do not come here
+            everybody = job.gather_object(everybody[0])
+        for rank, (_, theirs) in enumerate(everybody):
+            if theirs:
+                raise misuse.synchronize_over_mean(str(no_second_mean), rank)
+        return any(theirs for theirs, _ in everybody)
 
     # -- the scaler ---------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 
+from stretto.engine.end_of_backward import NO_TASK, current_task
+
 _FAKE = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "FAKE", None)
 _FUNCTIONAL_CALL = getattr(getattr(stateless, "_functional_call", None), "__code__", None)  # where torch's own ends
 
@@ -32,6 +34,14 @@ def is_only_traced() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or (_FAKE is not None and torch._C._get_dispatch_mode(_FAKE) is not None)
     )
+
+
+def leads_to_training(module: nn.Module) -> bool:
+    """Whether a backward may follow the forward that begins, or buffers may change in it. One within a backward is the
+    recomputation of a checkpointed one."""
+    if is_only_traced() or torch.is_inference_mode_enabled() or current_task() != NO_TASK:
+        return False
+    return module.training or torch.is_grad_enabled()
 
 
 def are_others(members: Iterable[nn.Module | Tensor | None]) -> bool:

@@ -1,4 +1,5 @@
-"""Which parameters a model has, and where each one's gradient goes: a bucket and a slot in it, or none if it is sparse."""
+"""Which parameters a model has, where each one's gradient goes (a bucket and a slot in it, or none if it is sparse), and what
+lies there."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from stretto.engine.bucket import Bucket
+from stretto.engine.bucket import Bucket, refuse_graph
 from stretto.engine.training import Named, Training
 from stretto.engine.watch import Watch
 from stretto.engine.weak_hook import Orphan, when_accumulated
@@ -26,23 +27,58 @@ class Places:
         self.slots = [(bucket, slot) for bucket in self.buckets for slot in range(len(bucket.parameters))]
         self.of = {bucket.parameters[slot]: (bucket, slot) for bucket, slot in self.slots}
         self.known: set[Tensor] = set(model.parameters())
+        self.hooks: dict[Tensor, RemovableHandle] = {}
         self.watch = Watch(model)
 
-    def set_hooks(
-        self, on_gradient: Callable[[int, Tensor], None], on_last: Callable[[Tensor], None], orphan: Orphan
-    ) -> dict[Tensor, RemovableHandle]:
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those that want a gradient."""
+        return [parameter for _, parameter in (*self.dense, *self.sparse)]
+
+    def set_hooks(self, on_gradient: Callable[[int, Tensor], None], on_last: Callable[[Tensor], None], orphan: Orphan) -> None:
         """Have `on_gradient(number of the slot, parameter)` called with every gradient; for parameters whose gradient stays where
         it is until the round ends, `on_last(parameter)`. Without buckets nobody wants to know."""
-        hooks = {}
         for number, (bucket, slot) in enumerate(self.slots):
             parameter = bucket.parameters[slot]
             if bucket.early or bucket.large[slot]:
-                hooks[parameter] = when_accumulated(parameter, on_gradient, number, orphan=orphan)
+                self.hooks[parameter] = when_accumulated(parameter, on_gradient, number, orphan=orphan)
             else:
-                hooks[parameter] = when_accumulated(parameter, on_last, orphan=orphan)
+                self.hooks[parameter] = when_accumulated(parameter, on_last, orphan=orphan)
         for _, parameter in self.sparse if self.buckets else ():
-            hooks[parameter] = when_accumulated(parameter, on_last, orphan=orphan)
-        return hooks
+            self.hooks[parameter] = when_accumulated(parameter, on_last, orphan=orphan)
+
+    def is_watched(self, bucket: Bucket) -> bool:
+        """Whether a hook of the user's runs after ours. It must see the gradient: the bucket leaves at the end of backward."""
+        hooks = [p._post_accumulate_grad_hooks for p in bucket.parameters]
+        if max(map(len, hooks)) == 1:
+            return False
+        last = (next(reversed(mine)) for mine in hooks)
+        return any(self.hooks[p].id != number for p, number in zip(bucket.parameters, last, strict=True))
+
+    def holds_result(self, parameter: Tensor) -> bool:
+        """Whether the gradient is what a round has left there. A mean of means is the mean only without loss: a new gradient of
+        this worker's would lie on top of everybody's old one."""
+        bucket, slot = self.of[parameter]
+        return parameter.grad is bucket.views[slot]
+
+    def leave_held_memory(self) -> None:
+        """Before a round writes to it: somebody else may still hold a gradient of the last one."""
+        for bucket in self.buckets:
+            if bucket.is_held:
+                bucket.leave_memory()
+
+    def complete(self) -> None:
+        """Fill the places of parameters that got no gradient in this round."""
+        for bucket in self.buckets:
+            if not bucket.sent:
+                bucket.collect()
+        for _, parameter in self.sparse:
+            if parameter.grad is not None:
+                refuse_graph(parameter.grad)
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 def _sparse_parameters(model: nn.Module) -> set[Tensor]:

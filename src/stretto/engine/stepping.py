@@ -16,7 +16,8 @@ closure: `return stretto.all_reduce(loss.item())`.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,14 +27,15 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stretto.collectives.plan import Kind
+from stretto.engine import misuse
 from stretto.engine.admission import check_optimizer
-from stretto.engine.misuse import unknown_optimizer_in_join
 from stretto.engine.weak_hook import owners
 from stretto.job import Job
 
 if TYPE_CHECKING:
     from stretto.engine.engine import Engine
 
+log = logging.getLogger("stretto")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -81,6 +83,25 @@ class PutAside:
         self._gradients.clear()
 
 
+def look_before_step(engine: Engine, optimizer: Optimizer) -> None:
+    """Refuse gradients that are this worker's own, and warn, once, of those that the program has put into p.grad itself: there
+    was no round since this optimizer's last step."""
+    loop = engine.loop
+    if loop.backwards and engine.buckets:
+        if has_nonzero(parameter.grad for parameter in stepped_by(optimizer, engine)):
+            raise misuse.step_without_round(optimizer, engine.name, len(loop.backwards))
+    elif loop.is_second_step(optimizer) and not (loop.warned or loop.joining or engine.job.world_size == 1):
+        places = engine.places
+        own = (p.grad for p in stepped_by(optimizer, engine) if p in places.of and not places.holds_result(p))
+        if has_nonzero(own):
+            loop.warned = True
+            log.warning("rank %d: %s", engine.job.rank, misuse.own_gradients(optimizer, engine.name))
+
+
+def stepped_by(optimizer: Optimizer, engine: Engine) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"] if engine.combines(parameter))
+
+
 def has_nonzero(gradients: Iterable[Tensor | None]) -> bool:
     """Whether a step would use any of these. Zeros are as good as none: the same on all workers."""
     return any(gradient is not None and bool((_dense_values(gradient) != 0).any()) for gradient in gradients)
@@ -101,7 +122,7 @@ def before_any(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
     engines = engines_of_another(optimizer)
     for engine in engines:
         if engine.joining:
-            raise unknown_optimizer_in_join(optimizer, engine.name)
+            raise misuse.unknown_optimizer_in_join(optimizer, engine.name)
         engine.loop.others.add(optimizer)
     return prepare(engines, optimizer, args, kwargs) if engines else None
 

@@ -10,32 +10,14 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from stretto.errors import ConfigurationError
-from stretto.observe.trace import About
+from stretto.observe.trace import TraceEvent, TraceFile
 
 FILE_NAME = re.compile(r"trace-rank\d+\.json")
 COMPUTE = ("compute", "update")
-
-
-class TraceEvent(msgspec.Struct, omit_defaults=True):
-    ph: str
-    name: str
-    pid: int
-    tid: int
-    ts: float
-    dur: float | None = None
-    cat: str = ""
-    args: dict[str, Any] = {}
-
-
-class TraceFile(msgspec.Struct):
-    traceEvents: list[TraceEvent]
-    otherData: About
-    displayTimeUnit: str = "ms"
 
 
 class Total(msgspec.Struct, frozen=True, kw_only=True):

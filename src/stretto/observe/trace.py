@@ -63,6 +63,23 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     clock_uncertainty_ns: int
 
 
+class TraceEvent(msgspec.Struct, omit_defaults=True):
+    ph: str
+    name: str
+    pid: int
+    tid: int
+    ts: float
+    dur: float | None = None
+    cat: str = ""
+    args: dict[str, Any] = {}
+
+
+class TraceFile(msgspec.Struct):
+    traceEvents: list[TraceEvent]
+    otherData: About
+    displayTimeUnit: str = "ms"
+
+
 class Tracer:
     """Collects spans from any thread."""
 
@@ -141,30 +158,25 @@ def prepare(folder: str | Path) -> None:
 def write(folder: str | Path, tracer: Tracer, about: About) -> Path:
     """Write this rank's file, whole or not at all."""
     path = file_of(folder, about.rank)
-    content = {
-        "traceEvents": events(tracer, about),
-        "displayTimeUnit": "ms",
-        "otherData": msgspec.to_builtins(about),
-    }
     partial = path.with_suffix(".part")
-    partial.write_bytes(msgspec.json.encode(content))
+    partial.write_bytes(msgspec.json.encode(TraceFile(events(tracer, about), about)))
     partial.replace(path)
     return path
 
 
-def events(tracer: Tracer, about: About) -> list[dict[str, Any]]:
+def events(tracer: Tracer, about: About) -> list[TraceEvent]:
     """Everything as trace events: names first, then the spans by track."""
     tracks: dict[str, list[Span]] = {}
     for span in tracer.spans:
         tracks.setdefault(_track(span, tracer.threads), []).append(span)
     title = f"rank {about.rank} ({about.host})"
-    made = [_named("process_name", about.rank, 0, title), _sorted("process_sort_index", about.rank, 0, about.rank)]
+    made = [_note("process_name", about.rank, 0, name=title), _note("process_sort_index", about.rank, 0, sort_index=about.rank)]
     tid = 0
     for track, spans in sorted(tracks.items(), key=lambda item: (item[1][0].category in IN_FLIGHT, item[0])):
         for number, lane in enumerate(lanes(spans, nesting=spans[0].category not in IN_FLIGHT)):
             tid += 1
-            made.append(_named("thread_name", about.rank, tid, track if number == 0 else f"{track} ({number + 1})"))
-            made.append(_sorted("thread_sort_index", about.rank, tid, tid))
+            made.append(_note("thread_name", about.rank, tid, name=track if number == 0 else f"{track} ({number + 1})"))
+            made.append(_note("thread_sort_index", about.rank, tid, sort_index=tid))
             made.extend(_event(span, about, tid) for span in lane)
     return made
 
@@ -193,17 +205,9 @@ def _track(span: Span, threads: dict[int, str]) -> str:
     return span.name if span.category in IN_FLIGHT else f"{threads[span.thread]} [{span.thread & 0xFFFF:04x}]"
 
 
-def _event(span: Span, about: About, tid: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.category,
-        "ts": (span.begin_ns - about.clock_offset_ns) / 1000,
-        "dur": (span.end_ns - span.begin_ns) / 1000,
-        "pid": about.rank,
-        "tid": tid,
-        "args": dict(_arguments(span)),
-    }
+def _event(span: Span, about: About, tid: int) -> TraceEvent:
+    begin_us, length_us = (span.begin_ns - about.clock_offset_ns) / 1000, (span.end_ns - span.begin_ns) / 1000
+    return TraceEvent("X", span.name, about.rank, tid, begin_us, length_us, span.category, dict(_arguments(span)))
 
 
 def _arguments(span: Span) -> Iterator[tuple[str, Any]]:
@@ -215,9 +219,5 @@ def _arguments(span: Span) -> Iterator[tuple[str, Any]]:
         yield "collective", span.collective
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
-
-
-def _sorted(what: str, pid: int, tid: int, index: int) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": {"sort_index": index}}
+def _note(what: str, pid: int, tid: int, **args: Any) -> TraceEvent:
+    return TraceEvent("M", what, pid, tid, 0.0, args=args)

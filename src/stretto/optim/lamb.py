@@ -64,16 +64,7 @@ class LAMB(Layerwise):
         decay: Decay = "matrices",
     ) -> None:
         super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "norm_bounds": norm_bounds,
-                "adapt": adapt,
-                "decay": decay,
-            },
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, norm_bounds=norm_bounds, adapt=adapt, decay=decay
         )
 
     def check(self, options: dict[str, Any]) -> None:

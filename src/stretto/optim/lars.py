@@ -66,15 +66,13 @@ class LARS(Layerwise):
     ) -> None:
         super().__init__(
             params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "trust_coefficient": trust_coefficient,
-                "eps": eps,
-                "adapt": adapt,
-                "decay": decay,
-            },
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            trust_coefficient=trust_coefficient,
+            eps=eps,
+            adapt=adapt,
+            decay=decay,
         )
 
     def check(self, options: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ class Layerwise(Optimizer, ABC):
     def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Change `weight` and `state` in place; `gradient` is dense, at least float32, and must stay as it is."""
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
         self.check(defaults)
         super().__init__(params, defaults)
 

@@ -16,7 +16,8 @@ from stretto.collectives import calls
 from stretto.collectives.group import AlgorithmTable, Group
 from stretto.collectives.plan import Kind
 from stretto.plan.choose import Choices, Trial, choose, trials
-from stretto.plan.network import LinkEstimate, measure, slowest
+from stretto.plan.costs import LinkCosts
+from stretto.plan.network import measure, slowest
 
 TURNS = 6  # of each algorithm that is tried out; the first one warms up
 T = TypeVar("T")
@@ -38,7 +39,7 @@ def _make_choices(group: Group) -> Choices:
         lambda probe: group.run(Kind.ALL_REDUCE, probe, "ring"),
         lambda seconds: max(calls.gather_object(group, seconds)),
     )
-    everybody = [msgspec.convert(one, LinkEstimate) for one in calls.gather_object(group, msgspec.to_builtins(mine))]
+    everybody = [msgspec.convert(one, LinkCosts) for one in calls.gather_object(group, msgspec.to_builtins(mine))]
     link = slowest(everybody)
     # All compute the same from the same numbers; the first member's word counts, should a rounding differ between machines.
     wanted = _as_first(group, trials(size, link, segment, per_host), list[Trial])

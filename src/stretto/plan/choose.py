@@ -25,8 +25,7 @@ import msgspec
 
 from stretto.collectives.catalogue import names
 from stretto.collectives.plan import Kind
-from stretto.plan.costs import predict
-from stretto.plan.network import LinkEstimate
+from stretto.plan.costs import LinkCosts, predict
 
 SIZES = tuple(1 << k for k in range(6, 34))  # 64 B to 8 GiB
 TRIAL_SIZES = tuple(1 << k for k in (12, 15, 18, 20, 22))  # 4 KiB to 4 MiB
@@ -46,25 +45,22 @@ class Choices(msgspec.Struct, frozen=True):
 
     limits: list[int]
     algorithms: list[str]
-    link: LinkEstimate
+    link: LinkCosts
 
     def algorithm(self, num_bytes: int) -> str:
         return self.algorithms[min(bisect.bisect_left(self.limits, num_bytes), len(self.algorithms) - 1)]
 
 
-def ranking(size: int, num_bytes: int, link: LinkEstimate, segment_bytes: int, group: int) -> list[tuple[float, str]]:
+def ranking(size: int, num_bytes: int, link: LinkCosts, segment_bytes: int, group: int) -> list[tuple[float, str]]:
     """(predicted seconds, algorithm), fastest first; ties in the catalogue's order."""
     predicted = [
-        (
-            predict(Kind.ALL_REDUCE, name, size, num_bytes, link.alpha, link.beta, link.gamma, segment_bytes, group=group),
-            name,
-        )
+        (predict(Kind.ALL_REDUCE, name, size, num_bytes, link, segment_bytes, group=group), name)
         for name in names(Kind.ALL_REDUCE)
     ]
     return sorted(predicted, key=lambda pair: pair[0])
 
 
-def trials(size: int, link: LinkEstimate, segment_bytes: int, group: int = 1) -> list[Trial]:
+def trials(size: int, link: LinkCosts, segment_bytes: int, group: int = 1) -> list[Trial]:
     """What is worth trying out, in the order in which all ranks do it."""
     wanted = []
     for num_bytes in TRIAL_SIZES:
@@ -77,7 +73,7 @@ def trials(size: int, link: LinkEstimate, segment_bytes: int, group: int = 1) ->
 
 def choose(
     size: int,
-    link: LinkEstimate,
+    link: LinkCosts,
     segment_bytes: int,
     group: int = 1,
     tried: dict[Trial, float] | None = None,
@@ -92,7 +88,7 @@ def choose(
     return Choices(limits, algorithms, link)
 
 
-def _fastest(size: int, num_bytes: int, link: LinkEstimate, segment_bytes: int, group: int, tried: dict[Trial, float]) -> str:
+def _fastest(size: int, num_bytes: int, link: LinkCosts, segment_bytes: int, group: int, tried: dict[Trial, float]) -> str:
     near = [trial for trial in tried if trial.num_bytes == _nearest(num_bytes, tried)]  # in the order of the prediction
     if near and num_bytes <= 2 * near[0].num_bytes:
         return _good_enough(num_bytes, [(tried[trial], trial.algorithm) for trial in near])

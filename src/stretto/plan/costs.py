@@ -32,20 +32,20 @@ all-reduce takes at least alpha log2 P + 2 m beta (P-1)/P. No plan beats it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
 
 from stretto.collectives.catalogue import find
-from stretto.collectives.plan import Kind, Plan, PlanMaker, Recv, Send, chunk_start
+from stretto.collectives.plan import Kind, Plan, PlanMaker, Recv, Send
 from stretto.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCosts:
-    """A rank's connection: seconds per message, per byte sent, and per byte added; `lanes` links per rank."""
+    """A rank's connection: seconds per message, per byte sent, and per byte added; `lanes` links per rank. `network.py` measures
+    them."""
 
     alpha: float
     beta: float
@@ -140,28 +140,16 @@ class PlanCost:
 def count(maker: PlanMaker, size: int, *, symmetric: bool = False) -> PlanCost:
     """Count a plan's messages. `symmetric`: all ranks have the load of rank 0, so only that one is looked at."""
     plans = [maker(rank, size) for rank in range(1 if symmetric else size)]
-    rounds, totals = _loads(plans, lambda lo, hi: hi - lo)
+    rounds, totals = _loads(plans)
     return PlanCost(plans[0].kind, plans[0].algorithm, size, plans[0].num_chunks, rounds, totals)
 
 
-def cost(maker: PlanMaker, size: int, num_bytes: int, link: LinkCosts) -> float:
-    """Seconds of the plan for `num_bytes`, whose chunks differ by a byte where they do not divide evenly."""
-    plans = [maker(rank, size) for rank in range(size)]
-    chunks = plans[0].num_chunks
-
-    def length(lo: int, hi: int) -> int:
-        return chunk_start(hi, num_bytes, chunks) - chunk_start(lo, num_bytes, chunks)
-
-    rounds, _ = _loads(plans, length)
-    return sum(max(load.in_turn(1, link) for load in loads) for loads in rounds)
-
-
-def _loads(plans: list[Plan], length: Callable[[int, int], int]) -> tuple[tuple[tuple[Load, ...], ...], tuple[Load, ...]]:
+def _loads(plans: list[Plan]) -> tuple[tuple[tuple[Load, ...], ...], tuple[Load, ...]]:
     """The different loads per round, and over all rounds."""
     rounds: defaultdict[int, set[Load]] = defaultdict(set)
     totals: set[Load] = set()
     for plan in plans:
-        per_step = _loads_of_rank(plan, length)
+        per_step = _loads_of_rank(plan)
         for step, load in per_step.items():
             rounds[step].add(load)
         totals.add(
@@ -174,12 +162,12 @@ def _loads(plans: list[Plan], length: Callable[[int, int], int]) -> tuple[tuple[
     return tuple(tuple(rounds[step]) for step in sorted(rounds)), tuple(totals)
 
 
-def _loads_of_rank(plan: Plan, length: Callable[[int, int], int]) -> dict[int, Load]:
+def _loads_of_rank(plan: Plan) -> dict[int, Load]:
     sent: defaultdict[int, list[int]] = defaultdict(list)
     received: defaultdict[int, list[int]] = defaultdict(list)
     added: defaultdict[int, int] = defaultdict(int)
     for operation in plan.operations:
-        size = length(operation.lo, operation.hi)
+        size = operation.hi - operation.lo
         if isinstance(operation, Send):
             sent[operation.step].append(size)
         elif isinstance(operation, Recv):
@@ -196,25 +184,14 @@ def _loads_of_rank(plan: Plan, length: Callable[[int, int], int]) -> dict[int, L
 
 
 @lru_cache(maxsize=512)
-def plan_cost(kind: Kind, algorithm: str, size: int, *, root: int = 0, group: int = 1) -> PlanCost:
+def plan_cost(kind: Kind, algorithm: str, size: int, *, group: int = 1) -> PlanCost:
     """The counted cost of a plan of the catalogue, remembered."""
     entry = find(kind, algorithm)
-    return count(entry.bind(root=root, group=group), size, symmetric=entry.symmetric)
+    return count(entry.bind(group=group), size, symmetric=entry.symmetric)
 
 
 def predict(
-    kind: Kind,
-    algorithm: str,
-    size: int,
-    num_bytes: float,
-    alpha: float,
-    beta: float,
-    gamma: float,
-    segment_bytes: float,
-    *,
-    root: int = 0,
-    group: int = 1,
-    lanes: int = 1,
+    kind: Kind, algorithm: str, size: int, num_bytes: float, link: LinkCosts, segment_bytes: float, *, group: int = 1
 ) -> float:
     """Seconds to expect when messages above `segment_bytes` are cut into segments that follow each other."""
     if not segment_bytes > 0:
@@ -222,6 +199,5 @@ def predict(
             f"predict(segment_bytes={segment_bytes}): a segment has at least one byte, or nothing would be sent. "
             f"Write for instance segment_bytes=1 << 20, or float('inf') for whole messages."
         )
-    counted = plan_cost(kind, algorithm, size, root=root, group=group)
-    segments = max(1, ceil(counted.longest_message(num_bytes) / segment_bytes))
-    return counted.pipelined(num_bytes, LinkCosts(alpha, beta, gamma, lanes), segments)
+    counted = plan_cost(kind, algorithm, size, group=group)
+    return counted.pipelined(num_bytes, link, max(1, ceil(counted.longest_message(num_bytes) / segment_bytes)))

@@ -14,22 +14,15 @@ import math
 import time
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 import torch
+
+from stretto.plan.costs import LinkCosts
 
 LEAST_BYTES = 1 << 14
 PROBE_BYTES = 1 << 20
 PROBE_S = 0.02
 PROBES = 4
-
-
-class LinkEstimate(msgspec.Struct, frozen=True):
-    """alpha in seconds, beta and gamma in seconds per byte."""
-
-    alpha: float
-    beta: float
-    gamma: float
 
 
 def measure(
@@ -38,7 +31,7 @@ def measure(
     ring_all_reduce: Callable[[torch.Tensor], None],
     slowest_of: Callable[[float], float],
     now: Callable[[], float] = time.perf_counter,
-) -> LinkEstimate:
+) -> LinkCosts:
     """Measure with the job's own collectives; every rank must call it.
 
     `slowest_of` is the maximum over ranks (all must agree on when to stop); `now` is the clock of the wire they run on.
@@ -58,14 +51,12 @@ def measure(
     gamma = _seconds_per_added_byte()
     sent = 2 * probe.numel() * 4 * (size - 1) / size
     beta = max(1e-12, (whole - 2 * (size - 1) * alpha - sent / 2 * gamma) / sent)
-    return LinkEstimate(alpha, beta, gamma)
+    return LinkCosts(alpha, beta, gamma)
 
 
-def slowest(estimates: list[LinkEstimate]) -> LinkEstimate:
+def slowest(estimates: list[LinkCosts]) -> LinkCosts:
     """A collective is as fast as its slowest member."""
-    return LinkEstimate(
-        max(one.alpha for one in estimates), max(one.beta for one in estimates), max(one.gamma for one in estimates)
-    )
+    return LinkCosts(max(one.alpha for one in estimates), max(one.beta for one in estimates), max(one.gamma for one in estimates))
 
 
 def _seconds(action: Callable[[], None], now: Callable[[], float] = time.perf_counter) -> float:

@@ -1,4 +1,4 @@
-"""What the kernels of few bits have in common: packing, magnitudes, sums, and the random numbers of `random_numbers.py`.
+"""What the kernels of few bits have in common: packing, magnitudes and sums.
 
 All of it works on a piece of a block that lies in the first cache: at most `PIECE` values, a multiple of 8, so that pieces of any
 width end with a byte. LLVM makes vector code of these loops because they run over slices (an index that may be negative stops
@@ -18,10 +18,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from stretto.compress.kernels.compiling import compiled
-from stretto.compress.kernels.random_numbers_cpu import mix
-from stretto.compress.random_numbers import GOLDEN
 
 Floats = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.uint32]  # of floats
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
@@ -29,8 +28,6 @@ Ints = npt.NDArray[np.int64]
 PIECE = 4096
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
-GOLDEN_STEP, _S8 = np.uint32(GOLDEN), np.uint32(8)
-_STEP = np.float32(2.0**-24)
 _EVERY_BYTE, _DIAGONAL = np.uint64(0x0101010101010101), np.uint64(0x8040201008040201)
 
 
@@ -47,13 +44,22 @@ add: Any = intrinsic(_type_add)
 
 
 @compiled
-def largest_magnitude(values: Floats) -> np.float32:
-    """Floats without their sign bit are in the order of the integers that have the same bits."""
-    bits, most = values.view(np.uint32), np.uint32(0)
+def float_of(bits: np.uint32) -> np.float32:
+    return np.uint32(bits).view(np.float32)
+
+
+@compiled
+def largest_bits(bits: Bits) -> np.uint32:
+    """The bits of the largest magnitude: without their sign bit, floats are in the order of the integers that have their bits."""
+    most = np.uint32(0)
     for i in range(len(bits)):
         most = max(most, np.uint32(bits[i] & _MAGNITUDE))
-    largest = np.uint32(most)
-    return largest.view(np.float32)
+    return most
+
+
+@compiled
+def largest_magnitude(values: Floats) -> np.float32:
+    return float_of(largest_bits(values.view(np.uint32)))
 
 
 @compiled
@@ -62,19 +68,6 @@ def sum_of_squares(values: Floats) -> float:
     for i in range(len(values)):
         total = add(total, np.float64(values[i]) * np.float64(values[i]))
     return total
-
-
-@compiled
-def first_state(block_key: int, round_key: int, index: int) -> np.uint32:
-    """The state of element `index` of a block; the next one's is `GOLDEN_STEP` more (cheaper than a multiplication for each)."""
-    base = mix(np.uint32(block_key ^ round_key))
-    return np.uint32(base + np.uint32(np.uint32(index) * GOLDEN_STEP))
-
-
-@compiled
-def uniform(state: np.uint32) -> np.float32:
-    """That element's number in [0, 1): what `RandomKeys.uniform` has."""
-    return np.float32(np.float32(np.int32(mix(state) >> _S8)) * _STEP)
 
 
 @compiled

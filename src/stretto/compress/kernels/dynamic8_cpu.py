@@ -10,42 +10,35 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.compress import bits as packing
 from stretto.compress import dynamic8
+from stretto.compress.kernels.bits_cpu import Bits, Floats, float_of, largest_bits
+from stretto.compress.kernels.bits_cpu import Bytes as Codes
+from stretto.compress.kernels.bits_cpu import Ints as Bounds
 from stretto.compress.kernels.compiling import compiled
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
-
-Bits = NDArray[np.uint32]
-Codes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
-Bounds = NDArray[np.int64]
 
 SHIFT, LOWER, NEVER = dynamic8.SHIFT, np.uint32(dynamic8.LOWER), dynamic8.NEVER
 MAGNITUDE, FINITE = np.uint32(0x7FFFFFFF), np.uint32(dynamic8.FINITE)
 ZERO = np.uint8(dynamic8.ZERO)
 
 VALUES = np.array(dynamic8.table(), np.float32)
-
-
 ENTRIES, FIRST_CELL = dynamic8.cells().entries.numpy().view(np.uint32), dynamic8.cells().first
 FIRST, LAST = np.int32(FIRST_CELL), np.int32(FIRST_CELL + len(ENTRIES) - 1)
 
 
 def encode(codec: dynamic8.Dynamic8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     new = packing.blank(blocks, 8, 1, values)
-    kernel = _encode_residual if residual else _encode
-    kernel(values.numpy().view("u4"), blocks.bounds.numpy(), new.scales.numpy().view("u4"), new.packed.numpy())
+    _encode(values.numpy().view("u4"), blocks.bounds.numpy(), new.scales.numpy().view("u4"), new.packed.numpy(), residual)
     return new.whole
 
 
 def decode(codec: dynamic8.Dynamic8, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
     _, scales, codes = packing.opened(payload, blocks, 8, 1)
-    kernel = _add_decoded if adding else _decode
-    dynamic8.refuse_if(not kernel(scales.numpy().view("u4"), codes.numpy(), blocks.bounds.numpy(), out.numpy()))
+    dynamic8.refuse_if(not _decode(scales.numpy().view("u4"), codes.numpy(), blocks.bounds.numpy(), out.numpy(), adding))
 
 
 @compiled
@@ -61,43 +54,18 @@ def code_of(x: np.float32, scale: np.float32) -> np.uint8:
 
 
 @compiled
-def float_of(bits: np.uint32) -> np.float32:
-    return np.uint32(bits).view(np.float32)
-
-
-@compiled
-def largest_of(bits: Bits) -> np.uint32:
-    largest = np.uint32(0)
-    for i in range(len(bits)):
-        largest = max(largest, np.uint32(bits[i] & MAGNITUDE))
-    return largest
-
-
-@compiled
-def encode_block(bits: Bits, codes: Codes) -> np.uint32:
-    """The scale's bits."""
-    largest = largest_of(bits)
-    divisor = float_of(largest) if largest else np.float32(1)
-    for i in range(len(bits)):
-        codes[i] = code_of(float_of(bits[i]), divisor)
-    return largest
-
-
-@compiled
-def _encode(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
-    for b in range(len(scales)):
-        scales[b] = encode_block(bits[bounds[b] : bounds[b + 1]], codes[bounds[b] : bounds[b + 1]])
-
-
-@compiled
-def _encode_residual(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes) -> None:
-    """`bits`: those of the values on entry, of the residual on return."""
+def _encode(bits: Bits, bounds: Bounds, scales: Bits, codes: Codes, residual: bool) -> None:
+    """`bits`: those of the values; with `residual`, on return of what the codes leave out."""
     for b in range(len(scales)):
         x, k = bits[bounds[b] : bounds[b + 1]], codes[bounds[b] : bounds[b + 1]]
-        scales[b] = encode_block(x, k)
+        scales[b] = largest_bits(x)
         scale = float_of(scales[b])
+        divisor = scale if scales[b] else np.float32(1)
         for i in range(len(x)):
-            x[i] = np.float32(float_of(x[i]) - VALUES[k[i]] * scale).view(np.uint32)
+            k[i] = code_of(float_of(x[i]), divisor)
+        if residual:
+            for i in range(len(x)):
+                x[i] = np.float32(float_of(x[i]) - VALUES[k[i]] * scale).view(np.uint32)
 
 
 @compiled
@@ -111,24 +79,13 @@ def well_formed(scale_bits: np.uint32, codes: Codes) -> Any:
 
 
 @compiled
-def _decode(scales: Bits, codes: Codes, bounds: Bounds, out: Floats) -> Any:
-    """Whether an encoder may have written it."""
+def _decode(scales: Bits, codes: Codes, bounds: Bounds, out: Floats, adding: bool) -> Any:
+    """Write to `out`, or add to it. Whether an encoder may have written it; if not, `out` is of no use."""
     for b in range(len(scales)):
         k, x, scale = codes[bounds[b] : bounds[b + 1]], out[bounds[b] : bounds[b + 1]], float_of(scales[b])
         if not well_formed(scales[b], k):
             return False
         for i in range(len(k)):
-            x[i] = VALUES[k[i]] * scale
-    return True
-
-
-@compiled
-def _add_decoded(scales: Bits, codes: Codes, bounds: Bounds, total: Floats) -> Any:
-    """As `decode`; if not, `total` is of no use."""
-    for b in range(len(scales)):
-        k, x, scale = codes[bounds[b] : bounds[b + 1]], total[bounds[b] : bounds[b + 1]], float_of(scales[b])
-        if not well_formed(scales[b], k):
-            return False
-        for i in range(len(k)):
-            x[i] = x[i] + VALUES[k[i]] * scale
+            value = VALUES[k[i]] * scale
+            x[i] = x[i] + value if adding else value
     return True

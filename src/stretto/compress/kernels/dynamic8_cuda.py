@@ -51,7 +51,6 @@ def tables_on(device: torch.device) -> Tables:
 
 
 def encode(codec: dynamic8.Dynamic8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what the payload leaves out."""
     payload = torch.empty(4 * len(blocks) + len(values), dtype=torch.uint8, device=values.device)
     if len(blocks):
         cut, scales = device_blocks_of(blocks, values.device), payload[: 4 * len(blocks)].view(torch.int32)
@@ -62,7 +61,6 @@ def encode(codec: dynamic8.Dynamic8, values: Tensor, blocks: Blocks, random: Ran
 
 
 def decode(codec: dynamic8.Dynamic8, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-    """Waits for the device."""
     if len(payload) != codec.num_bytes(blocks):
         raise MalformedPayload(f"{len(payload)} bytes came where {codec.num_bytes(blocks)} must")
     if not len(blocks):

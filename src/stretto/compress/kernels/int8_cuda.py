@@ -33,7 +33,6 @@ BAD_SCALE, BAD_CODE, NOT_ZERO = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3
 
 
 def encode(codec: int8.Int8, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what the payload leaves out."""
     payload = torch.empty(4 * len(blocks) + len(values), dtype=torch.uint8, device=values.device)
     if len(blocks):
         cut = device_blocks_of(blocks, values.device)
@@ -45,7 +44,6 @@ def encode(codec: int8.Int8, values: Tensor, blocks: Blocks, random: RandomKeys,
 
 
 def decode(codec: int8.Int8, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-    """Waits for the device."""
     cut, problem = device_blocks_of(blocks, payload.device), new_flag(out.device)
     if len(payload) != 4 * cut.num_blocks + cut.num_elements:
         raise MalformedPayload(f"{len(payload)} bytes came where {4 * cut.num_blocks + cut.num_elements} must")

@@ -91,16 +91,11 @@ def _orthonormalise(flat: Array, shapes: Array, lost: Array) -> None:
         while length < n:
             length *= 2
         products = np.empty(length)
-        x = np.empty((r, n))
         x32 = flat[start : start + r * n].reshape(r, n)
-        for k in range(r):
-            for i in range(n):
-                x[k, i] = x32[k, i]
+        x = x32.astype(np.float64)
         for _ in range(2):
             gram_schmidt(x, products, lost[first : first + r])
-        for k in range(r):
-            for i in range(n):
-                x32[k, i] = x[k, i]
+        x32[:] = x
         start, first = start + r * n, first + r
 
 
@@ -108,7 +103,6 @@ def _orthonormalise(flat: Array, shapes: Array, lost: Array) -> None:
 def multiply_row(p: Array, q: Array, out: Array) -> None:
     """out = sum over k of p[k] q[k], from the left; four at a time, so that `out` is written once where r is up to four."""
     r, b = q.shape
-    done = 0
     if r >= 4:
         p0, p1, p2, p3 = p[0], p[1], p[2], p[3]
         for j in range(b):

@@ -77,7 +77,6 @@ def _pieces(blocks: Blocks, cut: DeviceBlocks) -> RowPieces:
 
 
 def encode(codec: OneBit, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what the payload leaves out."""
     cut, header = device_blocks_of(blocks, values.device), 8 * len(blocks)
     payload = torch.empty(header + cut.num_packed, dtype=torch.uint8, device=values.device)
     if not len(blocks):
@@ -97,7 +96,6 @@ def encode(codec: OneBit, values: Tensor, blocks: Blocks, random: RandomKeys, re
 
 
 def decode(codec: OneBit, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-    """Waits for the device."""
     cut = device_blocks_of(blocks, out.device)
     if len(payload) != 8 * len(blocks) + cut.num_packed:
         raise MalformedPayload(f"{len(payload)} bytes came where {8 * len(blocks) + cut.num_packed} must")

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from stretto.compress import random_numbers
 from stretto.compress.kernels.compiling import compiled
-from stretto.compress.random_numbers import GOLDEN as GOLDEN_NUMBER
-from stretto.compress.random_numbers import MULTIPLY_1, MULTIPLY_2
 
-GOLDEN = np.uint32(GOLDEN_NUMBER)
-FIRST, SECOND = np.uint32(MULTIPLY_1), np.uint32(MULTIPLY_2)
-SIXTEEN, FIFTEEN = np.uint32(16), np.uint32(15)
+GOLDEN = np.uint32(random_numbers.GOLDEN)
+FIRST, SECOND = np.uint32(random_numbers.MULTIPLY_1), np.uint32(random_numbers.MULTIPLY_2)
+SIXTEEN, FIFTEEN, EIGHT = np.uint32(16), np.uint32(15), np.uint32(8)
+ULP = np.float32(2.0**-24)
 
 
 @compiled
@@ -26,6 +26,13 @@ def mix(x: np.uint32) -> np.uint32:
 
 
 @compiled
-def bits_of(base: np.uint32, index: int) -> np.uint32:
-    """The number of element `index` in a block; `base`: mix(block's key xor round's key). `uniform` has its upper 24 bits."""
-    return mix(np.uint32(base + np.uint32(np.uint32(index) * GOLDEN)))
+def first_state(block_key: int, round_key: int, index: int) -> np.uint32:
+    """The state of element `index` of a block; the next one's is `GOLDEN` more (cheaper than a multiplication for each)."""
+    base = mix(np.uint32(block_key ^ round_key))
+    return np.uint32(base + np.uint32(np.uint32(index) * GOLDEN))
+
+
+@compiled
+def uniform(state: np.uint32) -> np.float32:
+    """That element's number in [0, 1): what `RandomKeys.uniform` has."""
+    return np.float32(np.float32(np.int32(mix(state) >> EIGHT)) * ULP)

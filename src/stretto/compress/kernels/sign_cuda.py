@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.compress import bits
+from stretto.compress.kernels.bits_cuda import BAD_PADDING, BAD_SCALE, pack
 from stretto.compress.kernels.device_blocks_cuda import device_blocks_of
 from stretto.compress.kernels.flag_cuda import new_flag, wait_for
 from stretto.compress.kernels.int8_cuda import extent, word_at
@@ -23,11 +24,8 @@ from stretto.compress.random_numbers import RandomKeys
 from stretto.compress.sign import Sign
 from stretto.errors import MalformedPayload
 
-BAD_SCALE, BAD_PADDING = tl.constexpr(bits.BAD_SCALE), tl.constexpr(bits.BAD_PADDING)
-
 
 def encode(codec: Sign, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what the payload leaves out; never for a vote."""
     cut, scaled = device_blocks_of(blocks, values.device), not codec.vote
     header = 4 * len(blocks) if scaled else 0
     payload = torch.empty(header + cut.num_packed, dtype=torch.uint8, device=values.device)
@@ -40,7 +38,6 @@ def encode(codec: Sign, values: Tensor, blocks: Blocks, random: RandomKeys, resi
 
 
 def decode(codec: Sign, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-    """Waits for the device."""
     cut, scaled = device_blocks_of(blocks, out.device), not codec.vote
     expected = cut.num_packed + (4 * len(blocks) if scaled else 0)
     if len(payload) != expected:
@@ -63,12 +60,14 @@ def _encode(
     packed += tl.load(byte_starts + rows, mask=rows < num_blocks, other=0)[:, None]
     at, columns = values + starts[:, None], tl.arange(0, TILE)[None, :]
     x = tl.load(at + columns, mask=columns < lengths[:, None], other=0.0)
-    _pack(packed, x, 0, lengths, ROWS, TILE)
+    widths = ((lengths + 7) // 8)[:, None]
+    pack(packed, ((x >= 0) & (columns < lengths[:, None])).to(tl.int32), 0, widths, 1, ROWS, TILE)
     total = tl.sum(tl.abs(x).to(tl.float64), 1)
     if not WHOLE:
         for first in range(TILE, tl.max(lengths, 0), TILE):
-            more = tl.load(at + first + columns, mask=first + columns < lengths[:, None], other=0.0)
-            _pack(packed, more, first, lengths, ROWS, TILE)
+            inside = first + columns < lengths[:, None]
+            more = tl.load(at + first + columns, mask=inside, other=0.0)
+            pack(packed, ((more >= 0) & inside).to(tl.int32), first, widths, 1, ROWS, TILE)
             total += tl.sum(tl.abs(more).to(tl.float64), 1)
     if SCALED:
         scale = (total / tl.maximum(lengths, 1).to(tl.float64)).to(tl.float32)
@@ -80,17 +79,6 @@ def _encode(
                     inside = first + columns < lengths[:, None]
                     more = tl.load(at + first + columns, mask=inside, other=0.0)
                     _subtract(at + first + columns, more, inside, scale[:, None])
-
-
-@triton.jit
-def _pack(packed, x, first, lengths, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """The bits of one tile, of which column 0 is element `first` (a multiple of 8) of its block."""
-    inside = first + tl.arange(0, TILE)[None, :] < lengths[:, None]
-    ones = ((x >= 0) & inside).to(tl.int32)
-    shifts = tl.arange(0, 8)[None, None, :]
-    eights = tl.sum(tl.reshape(ones, (ROWS, TILE // 8, 8)) << shifts, 2)
-    byte = first // 8 + tl.arange(0, TILE // 8)[None, :]
-    tl.store(packed + byte, eights.to(tl.uint8), mask=byte < ((lengths + 7) // 8)[:, None])
 
 
 @triton.jit

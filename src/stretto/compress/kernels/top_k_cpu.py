@@ -50,6 +50,23 @@ def at_least(values: Tensor, floor: int, blocks: Blocks) -> tuple[Chosen, Form]:
     return Chosen(places[:count], found[:count]), Form.listed(blocks, counts)
 
 
+def count_reaching(values: Tensor, threshold: Tensor) -> int:
+    counts = np.empty(1, np.int64)
+    _count_at_least(bits_of(values), np.array([0, len(values)]), _floor(threshold), counts)
+    return int(counts[0])
+
+
+def reaching(values: Tensor, threshold: Tensor) -> Tensor:
+    chosen = _room(count_reaching(values, threshold) + GROUP)
+    count = _list_at_least(bits_of(values), _floor(threshold), *_arrays(chosen))
+    return chosen.places[:count]
+
+
+def _floor(threshold: Tensor) -> np.uint32:
+    """Above zero, whose bits are 0."""
+    return np.uint32(max(1, int(threshold.view(torch.int32))))
+
+
 def _room(count: int) -> Chosen:
     places = torch.empty(count, dtype=torch.int64, device="cpu")
     return Chosen(places, torch.empty(count, dtype=torch.float32, device="cpu"))

@@ -1,14 +1,17 @@
-"""QSGD on a GPU: a bucket is a row of a program's tile, read once for its norm and its levels; those longer than a tile twice.
+"""Random levels on a GPU: a block is a row of a program's tile, read once for its unit and its levels; those longer than a tile
+twice.
 
-The same bytes as the reference, but for the last bit of an l2 norm where two orders of adding in float64 round to different
-float32 (and then the few levels that hang on it). Quotients come from a division that rounds correctly (Triton's `/` may not),
-and products are rounded before anything is added to them (`enable_fp_fusion=False`).
+The same bytes as the reference, but for the last bit of an l2 norm or a clipped unit where two orders of adding in float64 round
+to different float32 (and then the few levels that hang on it). Quotients come from a division that rounds correctly (Triton's `/`
+may not), and products are rounded before anything is added to them (`enable_fp_fusion=False`).
 """
 
 # What Triton compiles has no types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -33,7 +36,7 @@ from stretto.compress.kernels.int8_cuda import extent, word_at
 from stretto.compress.kernels.random_numbers_cuda import as_argument, base_of, bits_of
 from stretto.compress.kernels.starting_cuda import kernel
 from stretto.compress.layout import Blocks
-from stretto.compress.qsgd import QSGD
+from stretto.compress.levels import RandomLevels
 from stretto.compress.random_numbers import RandomKeys
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -41,46 +44,43 @@ ULP = tl.constexpr(2.0**-24)
 BAD_FIELD = tl.constexpr(packing.BAD_FIELD)
 
 
-def encode(codec: QSGD, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
-    """With `residual`, `values` becomes what the payload leaves out."""
-    bits, l2 = codec.bits, codec.norm == "l2"
-    plan = plan_of(blocks, bits, values.device)
-    payload, norms = blank(plan, values.device)
+def encode(codec: RandomLevels, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+    levels = codec.levels
+    plan = plan_of(blocks, levels.bits, values.device)
+    payload, units = blank(plan, values.device)
     if not plan.num_blocks:
         return payload
     if not plan.whole:
-        largest, squares = measure(values, plan, squares=l2)
-        norms.copy_(squares.sqrt().clamp(max=LARGEST.value) if l2 else largest)
+        units.copy_(levels.unit(*measure(values, plan, squares=levels.needs_squares), plan.columns[0].diff()))
+    clipped = levels.clip < math.inf
+    # The clip is compiled in: as an argument it would be a float32.
     _encode[plan.grid](
-        values, payload, norms, *plan.columns, plan.keys, plan.num_blocks, as_argument(random.own),
-        BITS=bits, LEVELS=_levels(bits), L2=l2, RESIDUAL=residual, **plan.shape, enable_fp_fusion=False,
+        values, payload, units, *plan.columns, plan.keys, plan.num_blocks, as_argument(random.own),
+        BITS=levels.bits, LEVELS=float(levels.number), L2=levels.l2, CLIP=levels.clip if plan.whole and clipped else None,
+        CLIPPED=clipped, RESIDUAL=residual, **plan.shape, enable_fp_fusion=False,
     )  # fmt: skip
     return payload
 
 
-def decode(codec: QSGD, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
-    """Waits for the device."""
-    bits = codec.bits
-    plan = plan_of(blocks, bits, out.device)
+def decode(codec: RandomLevels, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+    levels = codec.levels
+    plan = plan_of(blocks, levels.bits, out.device)
     check_length(payload, plan)
     if not plan.num_blocks:
         return
     problem = new_flag(out.device)
     _decode[plan.grid](
         payload, out, problem, *plan.columns, plan.num_blocks,
-        BITS=bits, LEVELS=_levels(bits), ADDING=adding, **plan.shape, enable_fp_fusion=False,
+        BITS=levels.bits, LEVELS=float(levels.number), ADDING=adding, **plan.shape, enable_fp_fusion=False,
     )  # fmt: skip
     packing.check(wait_for(problem, out.device))
 
 
-def _levels(bits: int) -> float:
-    return float(2 ** (bits - 1) - 1)
-
-
 @kernel("num_blocks", "key")
 def _encode(
-    values, payload, norms, bounds, packed_bounds, owners, numbers, keys, num_blocks, key,
-    BITS: tl.constexpr, LEVELS: tl.constexpr, L2: tl.constexpr, RESIDUAL: tl.constexpr,
+    values, payload, units, bounds, packed_bounds, owners, numbers, keys, num_blocks, key,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, L2: tl.constexpr, CLIP: tl.constexpr, CLIPPED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PACKED_STEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     rows, first = place(owners, numbers, WHOLE, ROWS, TILE)
@@ -90,19 +90,23 @@ def _encode(
     at, index = values + starts[:, None], first + tl.arange(0, TILE)[None, :]
     x = tl.load(at + index, mask=index < lengths[:, None], other=0.0)
     if WHOLE:
-        norm = tl.minimum(tl.sqrt(squares_of(x)), LARGEST).to(tl.float32) if L2 else largest_of(x)
-        tl.store(norms + rows, norm, mask=rows < num_blocks)
+        unit = tl.minimum(tl.sqrt(squares_of(x)), LARGEST).to(tl.float32) if L2 else largest_of(x)
+        if CLIP is not None:
+            sigma = tl.sqrt(squares_of(x) / tl.maximum(lengths, 1).to(tl.float64))
+            unit = tl.minimum(unit, (tl.full(sigma.shape, CLIP, tl.float64) * sigma).to(tl.float32))
+        tl.store(units + rows, unit, mask=rows < num_blocks)
     else:
-        norm = tl.load(norms + rows)
-    field = _field(x, norm[:, None], base[:, None], index, LEVELS)  # 0 behind the end of a bucket, where x is 0
+        unit = tl.load(units + rows)
+    field = _field(x, unit[:, None], base[:, None], index, LEVELS, CLIPPED)  # 0 behind the end of a block, where x is 0
     pack(payload + 4 * num_blocks + first_bytes[:, None], field, first, widths[:, None], BITS, ROWS, TILE)
     if RESIDUAL:
-        tl.store(at + index, x - _value(field, norm[:, None], LEVELS), mask=index < lengths[:, None])
+        tl.store(at + index, x - _value(field, unit[:, None], LEVELS), mask=index < lengths[:, None])
 
 
 @triton.jit
-def _field(x, norm, base, index, LEVELS: tl.constexpr):
-    exact = tl.div_rn(tl.abs(x), tl.broadcast_to(tl.where(norm > 0, norm, 1.0), x.shape)) * LEVELS
+def _field(x, unit, base, index, LEVELS: tl.constexpr, CLIPPED: tl.constexpr):
+    size = tl.minimum(tl.abs(x), unit) if CLIPPED else tl.abs(x)
+    exact = tl.div_rn(size, tl.broadcast_to(tl.where(unit > 0, unit, 1.0), x.shape)) * LEVELS
     down = tl.floor(exact)
     uniform = (bits_of(base, index) >> 8).to(tl.int32).to(tl.float32) * ULP
     level = down.to(tl.int32) + (uniform < exact - down).to(tl.int32)
@@ -110,8 +114,8 @@ def _field(x, norm, base, index, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _value(field, norm, LEVELS: tl.constexpr):
-    """norm * (level / levels), each rounded as in `qsgd.py`.
+def _value(field, unit, LEVELS: tl.constexpr):
+    """unit * (level / levels), each rounded as in `levels.py`.
 
     A quotient that may be off by a bit, corrected by what it leaves over: exact for all levels, faster than `div_rn`.
     """
@@ -119,7 +123,7 @@ def _value(field, norm, LEVELS: tl.constexpr):
     levels, inverse = tl.full(level.shape, LEVELS, tl.float32), tl.full(level.shape, 1.0 / LEVELS, tl.float32)
     quotient = level * inverse
     quotient = tl.fma(tl.fma(-quotient, levels, level), inverse, quotient)
-    size = norm * quotient
+    size = unit * quotient
     return tl.where((field & 1) != 0, -size, size)
 
 
@@ -132,14 +136,14 @@ def _decode(
     rows, first = place(owners, numbers, WHOLE, ROWS, TILE)
     starts, lengths = extent(bounds, rows, num_blocks, STEP)
     first_bytes, widths = extent(packed_bounds, rows, num_blocks, PACKED_STEP)
-    norm = word_at(payload, rows, rows < num_blocks).to(tl.float32, bitcast=True)
+    unit = word_at(payload, rows, rows < num_blocks).to(tl.float32, bitcast=True)
     packed, at, index = payload + 4 * num_blocks + first_bytes, out + starts[:, None], first + tl.arange(0, TILE)[None, :]
     inside = index < lengths[:, None]
     field = field_at(packed[:, None], index, inside, BITS)
-    x = _value(field, norm[:, None], LEVELS)
+    x = _value(field, unit[:, None], LEVELS)
     if ADDING:
         x += tl.load(at + index, mask=inside)
     tl.store(at + index, x, mask=inside)
     bad = tl.max(tl.max(tl.where(field == 1, BAD_FIELD, 0), 1), 0)
-    worst = tl.maximum(bad, problem_of_rows(packed, lengths, widths, norm, BITS))
+    worst = tl.maximum(bad, problem_of_rows(packed, lengths, widths, unit, BITS))
     tl.store(problem, worst, mask=worst > 0)
