@@ -28,7 +28,8 @@ from stretto.wire.door import MAX_STRANGERS, Door
 from stretto.wire.frames import FrameKind, Header
 from stretto.wire.handshake import Life
 from stretto.wire.mailbox import MailboxWire, PostedReceive, retired_by_it
-from stretto.wire.shared_memory import Allowance, Answer, Inbox, Offer, Outbox, folder
+from stretto.wire.mapping import MappingOffer
+from stretto.wire.shared_memory import OUTBOX_BYTES, Answer, Inbox, Outbox
 
 SHARED_FROM_BYTES = 16 << 10
 RETIRED = 1  # `channel` of a goodbye to a member that is retired; `sequence` is the generation in which it is
@@ -108,7 +109,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         self._door = Door(Life(rank, generation), bind, port, limit=MAX_STRANGERS + world_size, notify=self.wake)
         self.address = self._door.address
         self._secret = secret
-        self._allowance = Allowance()  # measured before any worker of this job has taken some
+        self._num_near = 1  # workers of this host
         self._awaited = Awaited(rank, self.timeouts.connect_s)
         self._accept_later = accept_later
         self._mine: Peer | None = None
@@ -323,19 +324,12 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     def _offer_shared_memory(self, connection: Connection) -> None:
         """The first large message is on its way to this peer; later ones may take the shorter way."""
         connection.may_share = False
-        num_bytes = self._allowance.take()
         try:
-            if not num_bytes:
-                raise OSError(
-                    f"{self._allowance.free / 1e6:.0f} MB were free in {folder()}, of which all workers of this host together "
-                    f"take a quarter"
-                )
-            connection.outbox = Outbox(num_bytes)
+            connection.outbox = Outbox(OUTBOX_BYTES, of_all=OUTBOX_BYTES * self._num_near * (self._num_near - 1))
         except OSError as problem:
-            self._allowance.give_back(num_bytes)
             self._warn_once(
-                f"no shared memory towards rank {connection.rank} ({problem}); using sockets, which is slower. "
-                f"Free some space in {folder()}, or enlarge it (containers: --shm-size)"
+                f"no shared memory towards rank {connection.rank} ({problem}); using sockets, which is slower. Free some memory "
+                f"on this host, or start fewer workers there"
             )
             return
         self.post(connection.rank, TOPIC_OFFER, msgspec.msgpack.encode(connection.outbox.offer))
@@ -348,7 +342,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
                 raise ValueError("switched off on this side")
             if connection.inbox is not None:
                 raise ValueError("there is one already")
-            connection.inbox = Inbox(msgspec.msgpack.decode(body, type=Offer))
+            connection.inbox = Inbox(msgspec.msgpack.decode(body, type=MappingOffer))
         except (OSError, ValueError, RecursionError) as error:
             problem = str(error)
         self.post(source, TOPIC_ANSWER, msgspec.msgpack.encode(Answer(problem)))
@@ -358,7 +352,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         outbox = connection.outbox
         if outbox is None or connection.outbox_open:
             return
-        outbox.unlink()
+        outbox.settle()
         try:
             problem = msgspec.msgpack.decode(body, type=Answer).problem
         except (ValueError, RecursionError) as error:  # ValueError: msgspec's own, and text that is not UTF-8
@@ -368,8 +362,6 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         else:
             self._warn_once(f"rank {source} cannot use shared memory ({problem}); using sockets, which is slower")
             connection.outbox = None
-            outbox.close()
-            self._allowance.give_back(outbox.num_bytes)
 
     def _warn_once(self, text: str) -> None:
         """What is wrong with shared memory is mostly wrong towards every peer: said once, not once for each."""
@@ -386,7 +378,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         """Note who is in the job; returns this worker's own entry."""
         mine = self._mine = next(peer for peer in peers if peer.rank == self.rank)
         self._lives = {peer.rank: peer.generation for peer in peers if peer is not mine}
-        self._divide_shared_memory(peers, mine)
+        self._look_for_near(peers, mine)
         return mine
 
     def admit(self, peer: Peer) -> None:
@@ -420,8 +412,8 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         self._absent.discard(rank)
         self._waiting_for_farewell.discard(rank)
 
-    def _divide_shared_memory(self, peers: Sequence[Peer], mine: Peer) -> None:
-        self._allowance.divide(sum(peer.host == mine.host for peer in peers))
+    def _look_for_near(self, peers: Sequence[Peer], mine: Peer) -> None:
+        self._num_near = sum(peer.host == mine.host for peer in peers)
         apart = [peer.rank for peer in peers if peer.host == mine.host and not mine.sees(peer)]
         if apart and self._shared_memory:
             self._warn_once(
@@ -446,11 +438,6 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         return handles
 
     def _close_boxes(self, connection: Connection) -> None:
-        if connection.outbox is not None:
-            connection.outbox.close()
-            self._allowance.give_back(connection.outbox.num_bytes)
-        if connection.inbox is not None:
-            connection.inbox.close()
         connection.outbox = connection.inbox = None
         connection.outbox_open = False
 
