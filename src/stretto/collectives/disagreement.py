@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stretto.collectives.messages import TOPIC_BELIEF, Begun, Name, decode
-from stretto.wire.agreement import rank_mismatch
+from stretto.collectives.mismatch import rank_mismatch
 
 if TYPE_CHECKING:
     from stretto.collectives.execute import Communicator
