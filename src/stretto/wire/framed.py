@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import struct
 import time
+import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Required, TypedDict
 
 import msgspec
 
@@ -86,6 +88,18 @@ class Connection:
         return self.next_number
 
 
+class WireSettings(TypedDict, total=False):
+    """What the constructors of socket wires take beside rank and world size."""
+
+    secret: Required[bytes]
+    bind: str
+    port: int
+    timeouts: Timeouts | None
+    generation: int
+    shared_memory: bool
+    accept_later: bool
+
+
 class FramedWire(MailboxWire[ArrivedFrame]):
     """See the module's text."""
 
@@ -97,12 +111,12 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         world_size: int,
         *,
         secret: bytes,
-        bind: str,
-        port: int,
-        timeouts: Timeouts | None,
-        generation: int,
-        shared_memory: bool,
-        accept_later: bool,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        timeouts: Timeouts | None = None,
+        generation: int = 0,
+        shared_memory: bool = True,
+        accept_later: bool = False,
     ) -> None:
         super().__init__(rank, world_size, generation)
         self.timeouts = timeouts or Timeouts()
@@ -126,6 +140,9 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         self.listen(TOPIC_OFFER, self._on_offer)
         self.listen(TOPIC_ANSWER, self._on_answer)
         self.listen(TOPIC_FAREWELL, lambda source, body: self._waiting_for_farewell.discard(source))
+        # A forked child (a DataLoader's worker) would keep the connections open after this process has died: nobody would notice.
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close_in_child(this))
 
     # -- what a transport provides ------------------------------------------------------------------------------------
 
@@ -153,6 +170,14 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     def _drop(self, rank: int) -> None:
         """Close what belongs to one peer."""
 
+    @abstractmethod
+    def _release(self) -> None:
+        """Close everything, at the end."""
+
+    @abstractmethod
+    def _close_in_child(self) -> None:
+        """In a forked process: close the copies of the connections."""
+
     def _is_parting(self) -> bool:
         """Whether last words to peers that are gone are still to be sent."""
         return False
@@ -166,40 +191,23 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     def now(self) -> float:
         return time.monotonic()
 
-    def send(self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None) -> Handle:
-        self._check_peer("send", to)
-        handle = Handle(to, tag, on_done)
-        num_bytes = data.nbytes
-        if to in self.lost:
-            handle.finish(self.lost[to])
-            return handle
-        if num_bytes > frames.MAX_PAYLOAD_BYTES:
-            raise ConfigurationError(
-                f"a message of {num_bytes} bytes: one message carries at most {frames.MAX_PAYLOAD_BYTES}. Send it in pieces."
-            )
-        connection = self._connections[to]
+    def _send(self, handle: Handle, data: memoryview, dtype: int) -> None:
+        connection, num_bytes = self._connections[handle.peer], data.nbytes
         if num_bytes >= SHARED_FROM_BYTES:
             if connection.outbox_open and connection.outbox is not None and num_bytes <= connection.outbox.num_bytes:
                 connection.waiting.append((handle, data, dtype))
                 self._fill_slots(connection)
-                return handle
+                return
             if connection.may_share:
                 self._offer_shared_memory(connection)
         self._sent += frames.HEADER_BYTES + num_bytes
         self._send_payload(handle, data, dtype)
-        return handle
 
     def _head(self, kind: FrameKind, tag: Tag, dtype: int, num_bytes: int, number: int = 0, slot: int = 0) -> bytes:
         channel, sequence, index, digest = tag
         return frames.encode(
             Header(kind, self._born, self.rank, channel, sequence, index, digest, dtype, slot, number, num_bytes)
         )
-
-    def post(self, to: int, topic: int, body: bytes) -> None:
-        self._check_peer("post", to)
-        if len(body) > frames.MAX_POST_BYTES:
-            raise ConfigurationError(f"a control message of {len(body)} bytes: the limit is {frames.MAX_POST_BYTES}.")
-        self._post(to, topic, body)
 
     def _post(self, to: int, topic: int, body: bytes) -> None:
         if to not in self.lost and not self._closed:
@@ -220,10 +228,14 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         with contextlib.suppress(BlockingIOError, OSError):
             self._near.send(b"!")
 
+    def _woken(self) -> None:
+        """The descriptor behind `wake` is readable."""
+        with contextlib.suppress(BlockingIOError):
+            self._far.recv(4096)
+
     # -- frames that arrive -------------------------------------------------------------------------------------------
 
-    def _checked(self, source: int, head: bytes | memoryview) -> Header:
-        header = frames.decode(head)
+    def _checked(self, source: int, header: Header) -> Header:
         if header.source != source:
             raise ValueError(f"it calls itself rank {header.source}")
         if header.generation != (admitted := self._connections[source].generation):
@@ -441,6 +453,23 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         connection.outbox = connection.inbox = None
         connection.outbox_open = False
 
+    def close(self) -> None:
+        self._end(goodbye=True)
+
+    def abandon(self) -> None:
+        self._end(goodbye=False)
+
+    def _end(self, *, goodbye: bool) -> None:
+        if self._closed:
+            return
+        if goodbye:
+            self._say_goodbye()
+        self._closed = True
+        self._release()
+        self._door.close()
+        self._near.close()
+        self._far.close()
+
     def _say_goodbye(self) -> None:
         """Tell every peer, and wait until each has seen it: whatever was sent before has then arrived as well."""
         self._waiting_for_farewell = {rank for rank in self.peers if rank not in self.lost}
@@ -451,3 +480,9 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         deadline = self.now() + self.timeouts.leave_s
         while (self._waiting_for_farewell - self.lost.keys() or self._is_parting()) and self.now() < deadline:
             self.progress(0.1)
+
+
+def _close_in_child(reference: weakref.ref[FramedWire]) -> None:
+    wire = reference()
+    if wire is not None and not wire._closed:
+        wire._close_in_child()

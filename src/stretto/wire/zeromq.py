@@ -30,8 +30,8 @@ import os
 import secrets
 import socket
 import struct
-import weakref
 from collections.abc import Sequence
+from typing import Unpack
 
 import zmq
 
@@ -42,11 +42,10 @@ from stretto.launching.membership import Peer
 from stretto.launching.monitor import open_monitor
 from stretto.launching.secret import job_secret
 from stretto.launching.zap import ZapHandler, secure_client, secure_server
-from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.base import Handle
 from stretto.wire.door import HANDSHAKE_S, MAX_STRANGERS, hide
-from stretto.wire.framed import TOPIC_HELLO, Connection, FramedWire
+from stretto.wire.framed import TOPIC_HELLO, Connection, FramedWire, WireSettings
 from stretto.wire.frames import FrameKind
 from stretto.wire.zeromq_watch import EVENTS, LISTENER, LISTENER_EVENTS, ConnectionEvent, Seen, Watcher
 
@@ -87,24 +86,9 @@ class ZeroMQWire(FramedWire):
     # A message is encrypted whole before its first byte leaves: shorter ones overlap better. And up to 16 workers one is a part.
     segment_bytes = 512 << 10
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        *,
-        secret: bytes,
-        bind: str = "127.0.0.1",
-        port: int = 0,
-        timeouts: Timeouts | None = None,
-        generation: int = 0,
-        shared_memory: bool = True,
-        accept_later: bool = False,
-    ) -> None:
-        super().__init__(
-            rank, world_size, secret=secret, bind=bind, port=port, timeouts=timeouts, generation=generation,
-            shared_memory=shared_memory, accept_later=accept_later,
-        )  # fmt: skip
-        self._identity = IDENTITY.pack(rank, generation, secrets.token_bytes(8))
+    def __init__(self, rank: int, world_size: int, **settings: Unpack[WireSettings]) -> None:
+        super().__init__(rank, world_size, **settings)
+        self._identity = IDENTITY.pack(rank, self.generation, secrets.token_bytes(8))
         self._job_secret = b""
         self._connections: dict[int, DealerConnection] = {}
         self._watched: dict[int, DealerConnection] = {}  # by their number
@@ -123,9 +107,6 @@ class ZeroMQWire(FramedWire):
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._far.fileno(), zmq.POLLIN)
-        # A forked child (a DataLoader's worker) would keep the connections open after this process has died.
-        this = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close_in_child(this))
 
     # -- making connections -------------------------------------------------------------------------------------------
 
@@ -301,8 +282,7 @@ class ZeroMQWire(FramedWire):
             return
         for ready, _ in self._poller.poll(max(0, int(timeout_s * 1000))):
             if ready == self._far.fileno():
-                with contextlib.suppress(BlockingIOError):
-                    self._far.recv(4096)
+                self._woken()
 
     def _drain(self) -> bool:
         """Take what has arrived, a bounded amount; say whether there was anything."""
@@ -327,7 +307,7 @@ class ZeroMQWire(FramedWire):
         if len(head) == self._part_bytes:
             head, parts = b"".join([head, *(part.buffer for part in parts)]), []
         try:
-            header = self._checked(source, head)
+            header = self._checked(source, frames.decode(head))
             if len(parts) != (-(-header.num_bytes // self._part_bytes) if header.kind == FrameKind.BULK else 0):
                 raise ValueError("parts missing or not called for")
             num_bytes = sum(len(part.buffer) for part in parts)
@@ -416,55 +396,30 @@ class ZeroMQWire(FramedWire):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        self._end(goodbye=True)
-
-    def abandon(self) -> None:
-        self._end(goodbye=False)
-
-    def _end(self, *, goodbye: bool) -> None:
-        if self._closed:
-            return
-        if goodbye:
-            self._say_goodbye()
-        self._closed = True
+    def _release(self) -> None:
         for connection in list(self._watched.values()):
             self._close(connection)
             self._close_boxes(connection)
-        self._door.close()
         self._router.disable_monitor()
         self._router.close(0)
         self._watcher.stop(1.0)
         self._context.term()
-        self._near.close()
-        self._far.close()
+
+    def _close_in_child(self) -> None:
+        """ZeroMQ keeps its descriptors to itself, so find the ones that end at our port or at a peer's."""
+        addresses = {self.address, *(connection.address for connection in self._connections.values())}
+        for name in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                probe = socket.socket(fileno=os.dup(name))
+                ends = [probe.getsockname()]
+                with contextlib.suppress(OSError):
+                    ends.append(probe.getpeername())
+                probe.close()
+                if any(isinstance(end, tuple) and join_address(*end[:2]) in addresses for end in ends):
+                    os.close(name)
 
 
 def _payload(head: bytes, parts: list[zmq.Frame]) -> memoryview:
     if not parts:
         return memoryview(head)[frames.HEADER_BYTES :]
     return parts[0].buffer if len(parts) == 1 else memoryview(b"".join(part.buffer for part in parts))
-
-
-def _close_in_child(reference: weakref.ref[ZeroMQWire]) -> None:
-    """ZeroMQ keeps its descriptors to itself, so find the ones that end at our port or at a peer's."""
-    wire = reference()
-    if wire is None or wire._closed:
-        return
-    addresses = {wire.address, *(connection.address for connection in wire._connections.values())}
-    for name in _open_descriptors():
-        with contextlib.suppress(OSError):
-            probe = socket.socket(fileno=os.dup(name))
-            ends = [probe.getsockname()]
-            with contextlib.suppress(OSError):
-                ends.append(probe.getpeername())
-            probe.close()
-            if any(isinstance(end, tuple) and join_address(*end[:2]) in addresses for end in ends):
-                os.close(name)
-
-
-def _open_descriptors() -> list[int]:
-    try:
-        return [int(name) for name in os.listdir("/proc/self/fd")]
-    except OSError:
-        return []
