@@ -368,8 +368,6 @@ def _check_argv(argv: Sequence[str]) -> None:
 
 
 def _check_pyroute2() -> None:
-    if sys.platform != "linux":
-        raise ConfigurationError(f"the lab needs Linux's network namespaces; this is {sys.platform}. Use stretto run.")
     if find_spec("pyroute2") is None:
         raise ConfigurationError(
             "the lab sets up its network with pyroute2, which is not installed.\nInstall it: pip install pyroute2"

@@ -36,6 +36,7 @@ from stretto.lab.messages import CutHost, Restore, SetRate, SetSlow, Signal, Spa
 from stretto.lab.network import Network, address, host_name
 from stretto.lab.slow import DutyCycle
 from stretto.lab.tcp_stream import time_stream
+from stretto.launching.supervisor import PR_SET_PDEATHSIG, prctl
 
 _HOSTS_FILE = Path("/etc/hosts")
 _FIRST_REQUEST_S = 10.0
@@ -273,7 +274,7 @@ def main() -> None:
         listener.close()
         os.waitpid(child, 0)
         return
-    namespaces.die_with_parent(signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     LabSupervisor(control, listener, maker, arguments.directory).serve()
 
 

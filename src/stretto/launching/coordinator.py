@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import errno
 import logging
 import math
@@ -35,7 +34,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import msgspec
 import zmq
@@ -58,6 +56,7 @@ from stretto.launching.membership import (
     Why,
 )  # fmt: skip
 from stretto.launching.refusals import RefusalMonitor
+from stretto.launching.supervisor import PR_SET_PDEATHSIG, prctl
 from stretto.launching.zap import ZapHandler, secure_server
 from stretto.protocol.machine import Actions, HeaderReader, Node, SendMessage, SetTimer
 from stretto.protocol.timers import Timers
@@ -307,17 +306,10 @@ def tie_to_parent(pid: int | None) -> Callable[[], bool]:
     parent = os.getppid()
     if pid is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group: the parent decides, workers say goodbye
-        _end_with_parent()
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if pid and parent != pid:  # it died before we could ask for the signal
             return lambda: True
     return lambda: os.getppid() != parent
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        library: Any = ctypes.CDLL(None, use_errno=True)
-        library.prctl(pr_set_pdeathsig, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _parser() -> argparse.ArgumentParser:
