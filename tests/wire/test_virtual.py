@@ -16,7 +16,7 @@ from stretto.testing.envelopes import BufferChanged
 from stretto.testing.faults import Cut, Fault, Kill, Pause
 from stretto.testing.network_model import Constant, Exponential, Link, NetworkModel, Uniform
 from stretto.testing.virtual import VirtualDeadlock, VirtualWire, virtual_world
-from stretto.testing.virtual_network import OutOfBudget
+from stretto.testing.virtual_links import OutOfBudget
 from stretto.wire.base import Tag, Wire
 from wire.contract import Meeting, WireContract, receive, send
 
