@@ -110,23 +110,16 @@ class LabConnection:
             id = self._take_id()
         return self._exchange(id, request, descriptors)
 
-    def start(
-        self,
-        host: int,
-        request: messages.Spawn | messages.TimeStream,
-        descriptors: Callable[[int], list[int]],
-        sink: Sink | None,
-        number: int = 0,
-    ) -> LabProcess:
-        """Start a process; `descriptors(output)` lists what travels with the request."""
+    def start(self, request: messages.Spawn, command: int, extra: Sequence[int], sink: Sink | None, number: int) -> LabProcess:
+        """Start a process: `command` is the file that says which, `extra` become its descriptors 3, 4, ..."""
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
-        process = LabProcess(self, host, reading, sink, number)
+        process = LabProcess(self, request.host, reading, sink, number)
         with self.changed:
             id = self._take_id()
             self._unborn[id] = process
         try:
-            reply = self._exchange(id, request, descriptors(writing))
+            reply = self._exchange(id, request, [command, writing, *extra])
         finally:
             os.close(writing)
             with self.changed:
@@ -200,7 +193,7 @@ class LabConnection:
 
     def _on_message(self) -> None:
         try:
-            received = messages.receive(self._sock, messages.FROM_WARDEN)
+            received = messages.receive(self._sock, messages.FROM_SUPERVISOR)
         except ConnectionResetError:  # it died with a request unread
             received = None
         if received is None:
