@@ -21,10 +21,11 @@ from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
 from stretto.wire import frames, mailbox
 from stretto.wire.base import Tag
-from stretto.wire.framed import TOPIC_ANSWER, TOPIC_HELLO, TOPIC_OFFER, FramedWire
+from stretto.wire.framed import TOPIC_HELLO, FramedWire
 from stretto.wire.frames import FrameKind, Header
 from stretto.wire.mapping import MappingOffer
 from stretto.wire.serving import CREDIT, HEAD, MESSAGE_BYTES, RETURN, TOPIC_CREDIT, TOPIC_HEAD
+from stretto.wire.sharing import TOPIC_ANSWER, TOPIC_OFFER
 from stretto.wire.tcp import TcpWire
 from stretto.wire.zeromq import ZeroMQWire
 from wire.contract import Meeting, exchange_once, progress_until, receive

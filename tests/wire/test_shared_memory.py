@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from stretto.collectives.request import DEFAULT_SEGMENT_BYTES
 from stretto.testing import run_threads, wait_for
-from stretto.wire import framed, mapping
+from stretto.wire import mapping, sharing
 from stretto.wire import tcp as tcp_module
 from stretto.wire.base import Handle, Tag
-from stretto.wire.framed import SHARED_FROM_BYTES, FramedWire
+from stretto.wire.framed import FramedWire
 from stretto.wire.frames import HEADER_BYTES
 from stretto.wire.mapping import COOKIE_BYTES, MappingOffer
 from stretto.wire.shared_memory import GRAIN_BYTES, OUTBOX_BYTES, Inbox, Outbox
+from stretto.wire.sharing import SHARED_FROM_BYTES
 from stretto.wire.tcp import TcpWire
 from wire.contract import Meeting, body, progress_until, receive
 from wire.socket_world import Make, connect_all, peer_of, socket_world, tcp, wires_of, zeromq
@@ -334,7 +335,7 @@ def test_a_receiver_that_cannot_open_the_file_means_sockets_and_one_warning(
             super().__init__(num_bytes, of_all)
             os.chmod(self.offer.path, 0o640)
 
-    monkeypatch.setattr(framed, "Outbox", Spoilt)
+    monkeypatch.setattr(sharing, "Outbox", Spoilt)
     check_fallback(make, caplog, "not mode 0600")
 
 
@@ -347,7 +348,7 @@ def test_a_file_that_is_not_the_one_offered_means_sockets_and_one_warning(
             super().__init__(num_bytes, of_all)
             self.offer = altered(self.offer, cookie=bytes(COOKIE_BYTES))
 
-    monkeypatch.setattr(framed, "Outbox", Spoilt)
+    monkeypatch.setattr(sharing, "Outbox", Spoilt)
     check_fallback(make, caplog, "not the one that was offered")
 
 

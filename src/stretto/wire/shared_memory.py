@@ -14,7 +14,6 @@ enough memory (the mappings of all pairs of a host may take half of what is free
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 
 from stretto.wire.mapping import MappingOffer, OwnMapping, map_offered
@@ -22,10 +21,6 @@ from stretto.wire.mapping import MappingOffer, OwnMapping, map_offered
 GRAIN_BYTES = 64 << 10
 OUTBOX_BYTES = 8 << 20  # four segments of 2 MiB
 MAX_BYTES = 1 << 30  # of an offer
-
-
-class Answer(msgspec.Struct, frozen=True):
-    problem: str | None = None
 
 
 class Outbox:

@@ -325,7 +325,7 @@ class TcpWire(TcpMeeting):
         for rank in self._connections:
             if rank not in self.lost:
                 self._drop(rank)
-                self._close_boxes(self._connections[rank])
+                self._connections[rank].close_boxes()
         self._parting = dict.fromkeys(self._parting, self.now())
         self._part()
         for newcomer in self._newcomers.values():

@@ -95,7 +95,7 @@ class TcpMeeting(FramedWire):
     def _adopt(self, peer: Peer, mine: Peer, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        adopted = TcpConnection(peer, mine, connection, self.now(), shared_memory=self._shared_memory)
+        adopted = TcpConnection(peer, mine, connection, self.now(), shared_memory=self._sharing.wanted)
         self._connections[peer.rank] = adopted
         self._by_descriptor[adopted.descriptor] = adopted
         self._poller.register(adopted.descriptor, select.POLLIN)

@@ -169,7 +169,7 @@ class ZeroMQWire(FramedWire):
         dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(self.timeouts.connect_s * 1000))
         self._set_times(dealer)
         secure_client(dealer, self._job_secret)
-        connection = DealerConnection(peer, mine, dealer, shared_memory=self._shared_memory)
+        connection = DealerConnection(peer, mine, dealer, shared_memory=self._sharing.wanted)
         self._num_watched += 1
         connection.number_watched = self._num_watched
         self._connections[peer.rank] = self._watched[self._num_watched] = connection
@@ -399,7 +399,7 @@ class ZeroMQWire(FramedWire):
     def _release(self) -> None:
         for connection in list(self._watched.values()):
             self._close(connection)
-            self._close_boxes(connection)
+            connection.close_boxes()
         self._router.disable_monitor()
         self._router.close(0)
         self._watcher.stop(1.0)
