@@ -18,7 +18,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -237,6 +237,9 @@ class Group:
     def segment_bytes(self) -> int:
         communication = self.endpoint.communication
         return DEFAULT_SEGMENT_BYTES if communication is None else communication.communicator.wire.segment_bytes
+
+
+Among = Group | Literal["world"]  # what `group=` of the public collectives takes
 
 
 def _then(before: Callable[[], None] | None, result: Callable[[], T]) -> Callable[[], T]:
