@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from stretto.errors import ConfigurationError, PeerLost, WireError
 from stretto.launching.membership import Peer
-from stretto.testing.envelopes import Arrival, BufferChanged, Envelope, Gone, Goodbye, Introduction, Item, Posted, Sent
+from stretto.testing.envelopes import Arrival, BufferChanged, Envelope, Gone, Goodbye, Item, Knock, Posted, Sent
 from stretto.wire.base import Handle
 from stretto.wire.frames import HEADER_BYTES
 from stretto.wire.handshake import Life
@@ -170,7 +170,7 @@ class InProcessWire(MailboxWire[Envelope]):
                 self._finish_send(envelope)
             case Posted(origin, topic, body):
                 self._hear(origin.rank, topic, body)
-            case Introduction(origin):
+            case Knock(origin):
                 if origin.rank in self._admitted:
                     self._joined(origin.rank)
             case Gone(origin, reason):

@@ -120,8 +120,7 @@ class NetworkModel:
         if not (self.detect_s >= 0 and self.silence_s > 0):
             raise ConfigurationError(
                 f"NetworkModel(detect_s={self.detect_s!r}, silence_s={self.silence_s!r}): peers cannot be found lost "
-                f"before they "
-                f"are. Write detect_s >= 0 and silence_s > 0."
+                f"before they are. Write detect_s >= 0 and silence_s > 0."
             )
 
     def link(self, source: NodeName, target: NodeName) -> Link:

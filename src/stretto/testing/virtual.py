@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from stretto.errors import ConfigurationError
-from stretto.testing.envelopes import Arrival, Envelope, Gone, Goodbye, Introduction, Item, Posted, Sent
+from stretto.testing.envelopes import Arrival, Envelope, Gone, Goodbye, Item, Knock, Posted, Sent
 from stretto.testing.faults import Cut, Fault, Pause
 from stretto.testing.in_process import InProcessWire
 from stretto.testing.network_model import NetworkModel
@@ -168,7 +168,7 @@ class VirtualWorld(VirtualSchedule):
             self._severed = {pair for pair in self._severed if rank not in pair}
             self.trace.record(self.now, f"newcomer {newcomer.life}")
         for other in newcomer.peers:
-            self._send(_Transmission(newcomer, other, 0, Introduction(newcomer.life)))
+            self._send(_Transmission(newcomer, other, 0, Knock(newcomer.life)))
         return newcomer
 
     # The network -----------------------------------------------------------------------------------------------------
@@ -265,8 +265,7 @@ def _check_world(size: int, model: NetworkModel, faults: list[Fault]) -> None:
         raise ConfigurationError(f"virtual_world({size}): a world has at least one rank. Write virtual_world(1) or more.")
     if any(link.duplicate or link.reorder for link in model.all_links()):
         raise ConfigurationError(
-            "virtual_world with Link(duplicate=...) or Link(reorder=...): a wire is reliable and in order, so "
-            "neither can "
+            "virtual_world with Link(duplicate=...) or Link(reorder=...): a wire is reliable and in order, so neither can "
             "happen on it.\nUse loss and jitter here, or run a datagram protocol on VirtualNetwork."
         )
     for fault in faults:
