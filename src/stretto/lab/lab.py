@@ -135,16 +135,9 @@ class Lab:
         self._check(host)
         return address(host)
 
-    def spawn(
-        self,
-        host: int,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        *,
-        sink: Sink | None = None,
-    ) -> LabProcess:
+    def spawn(self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> LabProcess:
         """Start one command on one host, with `env` over the inherited environment; no variables of a job are set."""
-        return self._spawn(host, argv, self._environ | dict(env or {}), sink=sink)
+        return self._spawn(host, argv, self._environ | dict(env or {}))
 
     def start(
         self,

@@ -47,9 +47,9 @@ def prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the thread of `parent` that made it ends."""
-    prctl(PR_SET_PDEATHSIG, number)
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread of `parent` that made it ends."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it died before the request was in force
 

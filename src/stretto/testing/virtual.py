@@ -144,13 +144,13 @@ class VirtualWorld(VirtualSchedule):
     def __init__(
         self,
         size: int,
-        model: NetworkModel | None = None,
-        seed: int = 0,
-        faults: Iterable[Fault] = (),
+        model: NetworkModel | None,
+        seed: int,
+        faults: Iterable[Fault],
         *,
-        check: bool = False,
-        deadline_s: float = 1e6,
-        stall_s: float = 60.0,
+        check: bool,
+        deadline_s: float,
+        stall_s: float,
     ) -> None:
         faults = list(faults)
         super().__init__(seed, model, faults, deadline_s, stall_s)

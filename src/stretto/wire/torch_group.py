@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from stretto.errors import ConfigurationError, JobError
 
 BACKENDS: Final = ("gloo", "nccl")
 
 
-def torch_group(
-    backend: str, rank: int, world_size: int, *, store: Store | None = None, timeout_s: float = 60.0
-) -> dist.ProcessGroup:
+def torch_group(backend: str, rank: int, world_size: int, timeout_s: float = 60.0) -> dist.ProcessGroup:
     """A new group of all ranks for one job. All ranks call it together.
 
     It is never torch's default group: a group that two threads use mixes up their data without an error. Where there is no
-    default group yet, one is made, from `store` or as torch does it, from MASTER_ADDR and MASTER_PORT.
+    default group yet, one is made, as torch does it, from MASTER_ADDR and MASTER_PORT.
     """
     if backend not in BACKENDS or not dist.is_backend_available(backend):
         has = " and ".join(repr(name) for name in BACKENDS if dist.is_backend_available(name))
@@ -30,7 +27,7 @@ def torch_group(
         )
     limit = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        _make_default_group(backend, rank, world_size, store, limit)
+        _make_default_group(backend, rank, world_size, limit)
     elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise ConfigurationError(
             f"torch.distributed was initialised as rank {dist.get_rank()} of {dist.get_world_size()}, "
@@ -42,10 +39,9 @@ def torch_group(
     return group
 
 
-def _make_default_group(backend: str, rank: int, world_size: int, store: Store | None, limit: timedelta) -> None:
-    place: dict[str, Any] = {"init_method": "env://"} if store is None else {"store": store}
+def _make_default_group(backend: str, rank: int, world_size: int, limit: timedelta) -> None:
     try:
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=limit, **place)
+        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world_size, timeout=limit)
     except (ValueError, RuntimeError) as error:
         raise JobError(
             f"torch.distributed.init_process_group({backend!r}, rank={rank}, world_size={world_size}) failed: {error}\n"
