@@ -25,7 +25,7 @@ from stretto.errors import ConfigurationError
 from stretto.launching.detect import Launch
 from stretto.launching.introduce import farewell, find_rendezvous, introduce, local_address
 from stretto.launching.ledger_file import write_ledger
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.observe import trace
 from stretto.observe.clocks import clock_offset
 from stretto.observe.ledger import Ledger

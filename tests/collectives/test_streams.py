@@ -19,7 +19,7 @@ from stretto.collectives.request import Outside
 from stretto.collectives.whereabouts import Whereabouts
 from stretto.errors import RankMismatch, WireError, WireTimeout
 from stretto.job import Job
-from stretto.launching.membership import ranks_text
+from stretto.launching.peers import ranks_text
 from stretto.testing import run_jobs, run_virtual
 from stretto.testing.network_model import Link, NetworkModel
 from stretto.testing.virtual import VirtualWire

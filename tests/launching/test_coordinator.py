@@ -19,7 +19,7 @@ import zmq
 from stretto.errors import JobError
 from stretto.launching.coordinator import PREFIX, Coordinator, open_coordinator, why_unreachable
 from stretto.launching.hosts import host_identity, split_address
-from stretto.launching.membership import PROTOCOL, FromCoordinator, Join, Leave, Refused, Table, Waiting
+from stretto.launching.introduction_messages import PROTOCOL, FromCoordinator, Join, Leave, Refused, Table, Waiting
 from stretto.launching.zap import secure_client
 
 SECRET = bytes(range(32))

@@ -29,7 +29,8 @@ from stretto.launching import introduce as introduce_module
 from stretto.launching.detect import Launch, detect
 from stretto.launching.hosts import host_identity, split_address
 from stretto.launching.introduce import farewell, find_rendezvous, introduce, local_address
-from stretto.launching.membership import FromCoordinator, FromWorker, Peer, Table, Waiting
+from stretto.launching.introduction_messages import FromCoordinator, FromWorker, Table, Waiting
+from stretto.launching.peers import Peer
 from stretto.timeouts import Timeouts
 
 SECRET = bytes(range(32))

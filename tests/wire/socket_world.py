@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from stretto.errors import FrameError, PeerLost, WireError
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
 from stretto.wire import frames, mailbox

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import ConfigurationError, PeerLost
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.testing import run_threads, wait_for
 from stretto.testing.faults import Kill
 from stretto.testing.in_process import WireKilled

@@ -23,7 +23,7 @@ from preloaded import Preloaded
 from stretto.errors import ConfigurationError, PeerLost, RankMismatch, WireError, WireTimeout
 from stretto.job import Job
 from stretto.launching.detect import Launch
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire.tcp import TcpWire
 from stretto.wire.torch_group import torch_group

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from stretto.errors import ConfigurationError, FrameError, PeerLost, UnreachableError, WireError
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.launching.zap import secure_client
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts

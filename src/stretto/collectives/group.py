@@ -32,7 +32,7 @@ from stretto.collectives.reduction import dtype_code
 from stretto.collectives.request import DEFAULT_SEGMENT_BYTES, Pending, Request
 from stretto.collectives.started import Started
 from stretto.errors import ConfigurationError
-from stretto.launching.membership import ranks_text
+from stretto.launching.peers import ranks_text
 
 OWN_CHANNELS = 2  # of a group, before those of its pairs: one for the public functions, one to choose algorithms in
 T = TypeVar("T")

@@ -39,7 +39,7 @@ from stretto.collectives.request import Outside, Pending
 from stretto.collectives.run import CollectiveRun
 from stretto.collectives.whereabouts import Wait
 from stretto.errors import RankMismatch, WireTimeout
-from stretto.launching.membership import ranks_text
+from stretto.launching.peers import ranks_text
 
 if TYPE_CHECKING:
     from stretto.collectives.execute import Communicator

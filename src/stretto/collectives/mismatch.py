@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stretto.errors import RankMismatch
-from stretto.launching.membership import ranks_text
+from stretto.launching.peers import ranks_text
 
 
 def rank_mismatch(said: Mapping[int, str], places: Mapping[int, str] | None = None) -> RankMismatch:

@@ -13,7 +13,7 @@ from stretto.collectives.group import Group
 from stretto.fabric.base import Area, Fabric
 from stretto.fabric.by_wire import ByWire
 from stretto.fabric.mapped import CannotMap, MappedFabric
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 
 log = logging.getLogger("stretto")
 

@@ -41,7 +41,7 @@ from stretto.errors import JobError, SecretError
 from stretto.launching import secret as secrets
 from stretto.launching.doorstep import Doorstep
 from stretto.launching.hosts import host_identity, join_address, resolve, split_address
-from stretto.launching.membership import (
+from stretto.launching.introduction_messages import (
     CHECKER,
     DOOR,
     PROTOCOL,
@@ -49,11 +49,11 @@ from stretto.launching.membership import (
     Checked,
     FromCoordinator,
     FromWorker,
-    Membership,
     Refusal,
     Refused,
     Why,
-)  # fmt: skip
+)
+from stretto.launching.membership import Membership
 from stretto.launching.refusals import RefusalMonitor
 from stretto.launching.supervisor import PR_SET_PDEATHSIG, prctl
 from stretto.launching.zap import ZapHandler, secure_server

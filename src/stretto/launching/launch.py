@@ -37,6 +37,7 @@ from stretto.errors import ConfigurationError, JobError, RendezvousError
 from stretto.launching import coordinator_process, hosts, launch_plan
 from stretto.launching.detect import Launch
 from stretto.launching.ended import EndedWorkers
+from stretto.launching.introduction_messages import Ended
 from stretto.launching.launch_plan import RunPlan
 from stretto.launching.launch_report import (
     TAIL_BYTES,
@@ -48,7 +49,6 @@ from stretto.launching.launch_report import (
     lost_block,
     what_it_does,
 )  # fmt: skip
-from stretto.launching.membership import Ended
 from stretto.launching.orphans import Orphans
 from stretto.launching.output import STDERR, STDOUT, Lines, Screen, prefix_of, wants_colour
 from stretto.launching.processes import Pipes, Processes, ProcessReport

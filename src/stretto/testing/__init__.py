@@ -59,7 +59,7 @@ from typing import Any
 
 from stretto.errors import ConfigurationError, WireTimeout
 from stretto.launching.detect import Launch
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.testing.faults import Fault
 from stretto.testing.in_process import InProcessWire, WireKilled
 from stretto.testing.network_model import NetworkModel

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from stretto.errors import ConfigurationError, PeerLost, WireError
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.testing.envelopes import Arrival, BufferChanged, Envelope, Gone, Goodbye, Item, Knock, Posted, Sent
 from stretto.wire.base import Handle
 from stretto.wire.frames import HEADER_BYTES

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stretto.errors import PeerLost, WireError
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 
 
 class Tag(NamedTuple):

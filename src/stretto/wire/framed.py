@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Required, TypedDict
 
 from stretto.errors import ConfigurationError, PeerLost
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.awaited import Awaited

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final, Generic, Protocol, TypeVar
 
 from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.wire.base import (
     Consume,
     DigestMismatch,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.wire import frames
 from stretto.wire.base import Handle
 from stretto.wire.frames import FrameKind, Header

@@ -18,7 +18,7 @@ from typing import Unpack
 
 from stretto.errors import SecretError
 from stretto.launching.hosts import split_address
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.launching.secret import job_secret
 from stretto.wire.awaited import TRY_EVERY_S
 from stretto.wire.door import HANDSHAKE_S, MAX_STRANGERS, can_hide

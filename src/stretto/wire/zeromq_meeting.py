@@ -27,8 +27,8 @@ import zmq
 from stretto.errors import UnreachableError
 from stretto.launching.doorstep import Doorstep
 from stretto.launching.hosts import join_address, split_address
-from stretto.launching.membership import Peer
 from stretto.launching.monitor import open_monitor
+from stretto.launching.peers import Peer
 from stretto.launching.secret import job_secret
 from stretto.launching.zap import ZapHandler, secure_client, secure_server
 from stretto.wire import frames
