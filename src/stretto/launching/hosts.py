@@ -14,6 +14,7 @@ import ipaddress
 import os
 import socket
 import struct
+import uuid
 from pathlib import Path
 
 from stretto.errors import ConfigurationError, RendezvousError
@@ -25,8 +26,7 @@ ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: the rout
 def host_identity() -> str:
     """`name/digest`: equal for two processes exactly if they run on one kernel, in one network namespace, under one name."""
     name = socket.gethostname()
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    digest = hashlib.sha256("\0".join((boot_id, _network_namespace(), name)).encode()).hexdigest()
+    digest = hashlib.sha256("\0".join((_boot_id(), _network_namespace(), name)).encode()).hexdigest()
     return f"{name}/{digest[:16]}"
 
 
@@ -35,8 +35,18 @@ def host_name(identity: str) -> str:
     return identity.rpartition("/")[0] or identity
 
 
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # a sandbox with a /proc of its own: the hardware address tells machines apart
+        return f"{uuid.getnode():012x}"
+
+
 def _network_namespace() -> str:
-    return str(os.stat("/proc/self/ns/net").st_ino)
+    try:
+        return str(os.stat("/proc/self/ns/net").st_ino)
+    except OSError:
+        return "only"
 
 
 def interfaces() -> list[tuple[str, str]]:
