@@ -76,7 +76,6 @@ class Job:
         self.whereabouts = self.endpoint.whereabouts
         self.world = Group(self.endpoint, tuple(range(self.world_size)))
         self.start, self.run, self.new_channel = self.world.start, self.world.run, self.world.new_channel
-        self.check_rank = self.world.check_rank
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
