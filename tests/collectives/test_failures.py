@@ -68,6 +68,24 @@ def test_every_survivor_of_a_kill_names_the_dead_and_so_does_the_next_collective
         assert took < 0.1
 
 
+@pytest.mark.parametrize("size", [4, 7])
+def test_two_failures_at_the_same_time_are_one_error_at_all_survivors(size: int) -> None:
+    """Rank 1 sends what rank 2 cannot use, and the last rank dies: each is found first by another survivor, or by all of them."""
+
+    def program(wire: VirtualWire) -> WireError | None:
+        me = Rank(wire)
+        segment_bytes = 8 if me.rank == 1 else 1 << 20
+        return failure(lambda: me.all_reduce("ring", integers(me.rank, 30), segment_bytes=segment_bytes))
+
+    model, seen = NetworkModel(Link(latency_s=1e-4, bytes_per_s=1e8), detect_s=1e-4), set()
+    for step in range(12):
+        results = run_virtual(size, program, model=model, faults=[Kill(size - 1, at_s=2e-5 * step)])
+        errors = {str(error) for error in results[: size - 1]}
+        assert len(errors) == 1, f"step {step}"
+        seen |= {type(error) for error in results[: size - 1]}
+    assert seen == {FrameError, PeerLost}
+
+
 @pytest.mark.parametrize("fault", [Pause(1, at_s=3e-3, for_s=100.0), Cut((1,), at_s=3e-3)], ids=["stopped", "cut off"])
 def test_a_rank_that_falls_silent_is_lost_to_all_others(fault: Pause | Cut) -> None:
     def program(wire: VirtualWire) -> tuple[WireError | None, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import combinations
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 import stretto
 from collectives.ranks import PATIENT, integers
-from stretto.collectives import calls
+from stretto.collectives import calls, execute, failures, whereabouts
 from stretto.collectives.endpoint import COUNT_BITS, GROUPS, MEETINGS, Endpoint, _meeting
 from stretto.collectives.execute import Communicator
 from stretto.collectives.group import Group
@@ -468,6 +469,39 @@ def test_channels_of_groups_with_a_common_member_all_differ() -> None:
     for key in results[0]:
         own = [found[key][: 3 if key[0] == () else 4] for found in results if key in found]
         assert all(each == own[0] for each in own)  # and members agree on them
+
+
+def entries(part: Any, seen: set[int]) -> int:
+    """How many entries all tables of ours have that can be reached from here."""
+    if id(part) in seen or isinstance(part, (Wire, torch.Tensor, type)):
+        return 0
+    seen.add(id(part))
+    within = (
+        [*part.keys(), *part.values()] if isinstance(part, dict) else part if isinstance(part, (list, tuple, set, deque)) else []
+    )
+    ours = type(part).__module__.startswith("stretto.") and hasattr(part, "__dict__")
+    return len(within) + sum(entries(each, seen) for each in within) + (entries(vars(part), seen) if ours else 0)
+
+
+def test_a_group_every_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((failures, "HISTORY"), (failures, "CHANNELS"), (whereabouts, "CHANNELS"), (execute, "STREAMS")):
+        monkeypatch.setattr(module, name, 8)  # else it would take thousands of steps to see that they are full
+
+    def program(wire: VirtualWire) -> list[int]:
+        world, sizes = world_of(wire), []
+        for _ in range(3):
+            for ranks in 5 * [(0, 1), (2, 0), (1, 2), (0, 1, 2)]:
+                if wire.rank in ranks:
+                    group = world.sub(ranks)
+                    group.run(Kind.ALL_REDUCE, torch.ones(4), "ring")
+                    if group.size == 2:
+                        group.begin_pair(0, 1, torch.ones(4)).wait()
+            del group
+            sizes.append(entries([world.endpoint, communicator_of(world)], set()))
+        return sizes
+
+    for _, second, third in run_virtual(3, program, model=MODEL):
+        assert second == third
 
 
 def test_a_pair_has_one_channel_for_each_direction_at_both_ends() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from collectives.test_streams import stream
-from stretto.collectives import execute, inquiry
+from stretto.collectives import inquiry
 from stretto.errors import RankMismatch
 from stretto.job import Job
 from stretto.timeouts import Timeouts
@@ -33,7 +33,6 @@ WAYS: dict[str, tuple[Callable[[Job], None], str]] = {
 
 def test_a_rank_elsewhere_while_others_are_in_a_native_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inquiry, "ASK_S", 0.05)
-    monkeypatch.setattr(execute, "ASK_S", 0.05)
 
     def program(job: Job) -> list[str]:
         texts = []

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from collectives.ranks import Rank, integers
-from stretto.collectives import execute, failures, inquiry
+from stretto.collectives import failures, inquiry
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Outside
 from stretto.collectives.whereabouts import Whereabouts
@@ -227,7 +227,7 @@ class Questions:
         def counted(this: inquiry.Inquiry, *arguments: Any) -> None:
             judge(this, *arguments)
             with self._changed:
-                self._counts[this._wire.rank] = self._counts.get(this._wire.rank, 0) + 1
+                self._counts[this._roster.rank] = self._counts.get(this._roster.rank, 0) + 1
                 self._changed.notify_all()
 
         monkeypatch.setattr(inquiry.Inquiry, "_conclude", counted)
@@ -241,7 +241,6 @@ class Questions:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask after a twentieth of a second. The rule has no clock in it, so this makes nothing less certain."""
     monkeypatch.setattr(inquiry, "ASK_S", 0.05)
-    monkeypatch.setattr(execute, "ASK_S", 0.05)
 
 
 def in_threads(*actions: Callable[[], object]) -> None:

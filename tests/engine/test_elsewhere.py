@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import stretto
 from engine.worker import RING, Refusing, data, mlp, start
 from stretto import AllReduce, Strategy
-from stretto.collectives import execute, inquiry
+from stretto.collectives import inquiry
 from stretto.compress.bfloat16 import BFloat16
 from stretto.distributing import join
 from stretto.errors import RankMismatch
@@ -24,7 +24,6 @@ from stretto.testing import run_jobs
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask after a twentieth of a second: what is concluded does not depend on time."""
     monkeypatch.setattr(inquiry, "ASK_S", 0.05)
-    monkeypatch.setattr(execute, "ASK_S", 0.05)
 
 
 LOSSY = Strategy(aggregate=AllReduce("ring"), compress=BFloat16())

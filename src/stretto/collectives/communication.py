@@ -30,7 +30,7 @@ class CommunicationThread:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.loop = Loop(communicator.wire)
-        communicator.queued = lambda: self._unready + list(self._submitted)
+        communicator.failures.queued = lambda: [pending.request for pending in self._unready + list(self._submitted)]
         self._submitted: deque[Pending] = deque()
         self._unready: list[Pending] = []
         self._stopping = False

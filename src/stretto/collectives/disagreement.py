@@ -2,108 +2,91 @@
 
 Every message carries a checksum of what its sender believes the collective to be (`Request.belief`), and large collectives begin
 by saying it in full. A member that hears another belief than its own opens a dispute: it tells all members what it believes and
-where in the program it is. Members that hear of a dispute do the same. When all have spoken, or `ASK_S` after it began, all raise
-the same `RankMismatch`, which lists the beliefs and the places.
+where in the program it is. Members that hear of a dispute do the same. When all have spoken, or `ASK_S` after it began, it is
+settled (`failures.py`) that all raise a `RankMismatch`, which lists the beliefs and the places.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from stretto.collectives.messages import TOPIC_BELIEF, Begun, Name, decode
+from stretto.collectives.messages import Believes, Failed, Name
 from stretto.collectives.mismatch import rank_mismatch
+from stretto.collectives.recent import Recent
+from stretto.collectives.request import UnderWay
 
 if TYPE_CHECKING:
-    from stretto.collectives.execute import Communicator
-    from stretto.collectives.request import Outside
-    from stretto.collectives.run import CollectiveRun
+    from stretto.collectives.failures import FailureAgreement
+
+EARLY: Final = 512  # of how many collectives that have not begun here is kept what was said about them
 
 log = logging.getLogger("stretto.collectives")
 
 
 class Disagreement:
-    """What was heard about collectives that members disagree on, at one communicator, in the thread that drives it."""
+    """What was said about collectives that members disagree on: a part of the machine of one rank."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._wire = communicator.wire
-        self._heard: dict[Name, dict[int, Begun]] = {}  # of collectives that have not begun here, or have ended
-        self._wire.listen(TOPIC_BELIEF, self._on_belief)
+    def __init__(self, machine: FailureAgreement) -> None:
+        self._machine = machine
+        self._roster = machine.roster
+        self._disputes: dict[Name, tuple[float, dict[int, Believes]]] = {}  # since when; of collectives under way here
+        self._early: Recent[Name, dict[int, Believes]] = Recent(EARLY)  # of collectives that have not begun here
+
+    def is_open(self, name: Name) -> bool:
+        return name in self._disputes
 
     def forget(self, name: Name) -> None:
-        self._heard.pop(name, None)
+        self._disputes.pop(name, None)
+        self._early.pop(name, None)
 
-    def has_begun(self, run: CollectiveRun) -> None:
+    def has_begun(self, now: float, collective: UnderWay) -> None:
         """Take up what was said before it began here."""
-        for rank, said in self._heard.pop(run.name, {}).items():
-            self.heard_belief(run, rank, said.belief, said.place)
+        for rank, said in self._early.pop(collective.name, {}).items():
+            self.heard(now, rank, said)
 
-    def has_begun_outside(self, other: Outside) -> None:
-        for rank, said in self._heard.pop(other.name, {}).items():
-            self.heard_outside(other, rank, said.belief)
+    def heard(self, now: float, source: int, said: Believes) -> None:
+        name, machine = said.name, self._machine
+        collective = machine.under_way.get(name)
+        if collective is not None:
+            if source in machine.members(collective.request):
+                self.open(now, collective, {source: said})
+        elif name in machine.history:
+            if not said.is_answer:
+                machine.send(source, Believes(*name, machine.history[name], "", is_answer=True))
+        elif not machine.history.had(name):
+            self._early[name] = {**self._early.get(name, {}), source: said}
 
-    def _on_belief(self, source: int, body: bytes) -> None:
-        said = decode(source, body, Begun)
-        if said is None:
-            return
-        communicator, name = self._communicator, (said.channel, said.sequence)
-        if name in communicator.runs:
-            self.heard_belief(communicator.runs[name], source, said.belief, said.place)
-        elif name in communicator.carried_outside:
-            self.heard_outside(communicator.carried_outside[name], source, said.belief)
-        elif name in communicator.history:
-            self.heard_afterwards(name, source, said.belief)
-        else:
-            self._heard.setdefault(name, {})[source] = said
+    def open(self, now: float, collective: UnderWay, heard: dict[int, Believes] | None = None) -> None:
+        """Say what we believe, if we have not yet; and take note of what others do."""
+        machine, name = self._machine, collective.name
+        if name not in self._disputes:
+            mine = Believes(*name, collective.belief, machine.inquiry.place_in(name))
+            self._disputes[name] = now, {self._roster.rank: mine}
+            collective.failing = True
+            machine.tell(machine.members(collective.request), mine)
+        said = self._disputes[name][1]
+        for rank, believes in (heard or {}).items():
+            if believes.place is not None or rank not in said:  # its own word counts more than what was heard of it
+                said[rank] = believes
+        self.try_to_conclude(now, collective)
 
-    def heard_belief(self, run: CollectiveRun, source: int, belief: str, place: str | None = None) -> None:
-        """A member believes this collective to be something. With a place it has heard of the dispute, and says it to all."""
-        if source in run.members:
-            run.beliefs[source] = belief
-            if place is not None:
-                run.places[source] = place
-            self.dispute(run)
+    def try_to_conclude(self, now: float, collective: UnderWay) -> None:
+        since, said = self._disputes[collective.name]
+        spoken = {rank for rank, each in said.items() if each.place is not None}
+        if spoken >= self._machine.others(collective.request) or self._machine.inquiry.is_over(now, since):
+            beliefs = {rank: (each.belief, each.place or "") for rank, each in said.items()}
+            error = rank_mismatch(*({rank: each[which] for rank, each in beliefs.items()} for which in (0, 1)))
+            self._machine.found(now, collective.request, error, beliefs)
 
-    def heard_outside(self, other: Outside, source: int, belief: str) -> None:
-        if other.error is None and belief != other.belief:
-            other.error = rank_mismatch({self._wire.rank: other.belief, source: belief})
-            body = msgspec.msgpack.encode(Begun(*other.name, other.belief))
-            self._communicator.tell(self._communicator.world, TOPIC_BELIEF, body)
-
-    def heard_afterwards(self, name: Name, source: int, belief: str) -> None:
-        """A dispute about what has ended here: answer each peer once. A rank that only had to send (the root of a small
-        broadcast) has returned by then: all that is left is to say so."""
-        heard = self._heard.setdefault(name, {})
-        if source in heard:
-            return
-        ours = self._communicator.history[name]
-        if belief != ours and all(other.belief == ours for other in heard.values()):  # else it was said, or raised, before
+    def say_that_it_had_ended(self, verdict: Failed) -> None:
+        """A rank that only had to send (the root of a small broadcast) has returned when others disagree: all that is left is to
+        say so."""
+        me, ours = self._roster.rank, self._machine.history[verdict.name]
+        other = next((rank for rank, (belief, _) in sorted(verdict.beliefs.items()) if belief != ours), None)
+        if other is not None:
             log.error(
                 "rank %d had done its part of a collective when rank %d disagreed about it:\n  rank %d: %s\n  rank %d: %s\n"
                 "All ranks must make the same calls in the same order, with tensors of the same length and dtype.",
-                self._wire.rank, source, self._wire.rank, ours, source, belief,
+                me, other, me, ours, other, verdict.beliefs[other][0],
             )  # fmt: skip
-        heard[source] = Begun(*name, belief)
-        mine = heard.get(self._wire.rank, Begun(*name, ours))
-        self._wire.post(source, TOPIC_BELIEF, msgspec.msgpack.encode(mine))
-
-    def dispute(self, run: CollectiveRun) -> None:
-        communicator = self._communicator
-        if run.disputed_at is None:
-            run.disputed_at = self._wire.now()
-            place = run.places[self._wire.rank] = communicator.inquiry.place_in(run.pending)
-            communicator.check_soon()
-            communicator.tell(run.members, TOPIC_BELIEF, msgspec.msgpack.encode(Begun(*run.name, run.belief, place)))
-        if run.places.keys() >= set(communicator.inquiry.others(run)):
-            self.conclude(run)
-
-    def conclude(self, run: CollectiveRun) -> None:
-        """End the collective with what was said until now."""
-        if run.pending.done:
-            return
-        beliefs = {**run.beliefs, self._wire.rank: run.belief}
-        self._communicator.end(run, rank_mismatch(beliefs, run.places))
-        self._heard[run.name] = {rank: Begun(*run.name, what, run.places.get(rank, "")) for rank, what in beliefs.items()}

@@ -63,19 +63,10 @@ class Endpoint:
         self.check_usable = check_usable
         self.whereabouts = Whereabouts() if communication is None else communication.communicator.whereabouts
         self.staging = Staging()
-        self._lock = threading.Lock()  # any thread may start a collective
-        self._sequences: dict[int, int] = {}  # channel -> how many collectives without a name of their own it has had
+        self.lock = threading.Lock()  # any thread may start a collective
         self._world_channels = PUBLIC_CHANNEL
         self._group_channels = 0  # given out by this rank as the first member of groups
         self._meetings: Counter[tuple[tuple[int, ...], int]] = Counter()
-
-    def next_name(self, channel: int) -> Name:
-        """For a collective that the calling thread is about to start, and that has no name of its own."""
-        self.whereabouts.claim(channel)
-        with self._lock:
-            sequence = self._sequences.get(channel, 0)
-            self._sequences[channel] = (sequence + 1) & 0xFFFFFFFF
-        return channel, sequence
 
     def new_world_channel(self) -> int:
         """Another one for all ranks of the job, which must ask for theirs in the same order."""
@@ -91,7 +82,7 @@ class Endpoint:
     def meet(self, members: tuple[int, ...], num_channels: int) -> int:
         """Agree with the other members on so many channels, one after another; returns the first."""
         generation = self.generation_of(members)
-        with self._lock:
+        with self.lock:
             meeting = _meeting(members, generation, self._meetings[members, generation])
             self._meetings[members, generation] += 1
             first = self._give_out(num_channels) if members[0] == self.rank else 0

@@ -10,13 +10,8 @@ begin at about the same time, and memory stays bounded. Smaller collectives are 
 of a receiver; then the sender knocks and waits until the receiver has begun. In a broadcast or reduction some ranks only send,
 and would never hear that others disagree: there the receivers tell their senders in any case, and the senders return only then.
 
-What goes wrong goes wrong at all members of a collective, and at nobody else. The member that finds a failure tells all others
-whom it blames, so all raise the same error with the same culprit:
-
-    peer lost                every collective that it is a member of fails with `PeerLost(rank)` (`failures.py`)
-    nothing for `arrive_s`   all members are asked; the one that has not begun is blamed: `WireTimeout(rank)` (`inquiry.py`)
-    members disagree         each says what it believes it is doing; `RankMismatch` lists who said what (`disagreement.py`).
-                             Members that are in different streams of collectives are found out by asking (`inquiry.py`)
+What goes wrong goes wrong at all members of a collective, and at nobody else: a protocol machine (`failures.py`), which is told
+here what happens and sends what it says by `wire.post`, sees to it that all of them raise the same error with the same culprit.
 
 One thread runs the loop (`communication.py`), or the waiting caller does (`Communicator` alone, in tests and virtual time).
 """
@@ -26,19 +21,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
 
-from stretto.collectives.disagreement import Disagreement
-from stretto.collectives.failures import HISTORY, Failures
-from stretto.collectives.inquiry import ASK_S, Inquiry
+from stretto.collectives.failures import FailureAgreement, HasBegun, HasEnded, HasFailed
 from stretto.collectives.message_codec import EncodedAccumulator
-from stretto.collectives.messages import TOPIC_BEGUN, TOPIC_KNOCK, Begun, Name, ProgressQuery, decode, is_later
+from stretto.collectives.messages import TOPIC_BEGUN, TOPIC_FAILURES, TOPIC_KNOCK, Begun, Believes, Name, ProgressQuery, decode
 from stretto.collectives.plan import Buffer
+from stretto.collectives.recent import Recent
 from stretto.collectives.reduction import Accumulator
 from stretto.collectives.request import Outside, Pending, Request
 from stretto.collectives.run import CollectiveRun
@@ -47,11 +41,14 @@ from stretto.collectives.whereabouts import Whereabouts
 from stretto.errors import StrettoError, WireError
 from stretto.observe.ledger import Ledger
 from stretto.observe.trace import Tracer
+from stretto.protocol.machine import Actions, HeaderReader, Reply, SendMessage, SetTimer
+from stretto.protocol.timers import Timers
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
 
 EAGER_AHEAD: Final = 256
 UNASKED_BYTES: Final = 1 << 20
+STREAMS: Final = 4096  # for how many channels and ranks it is remembered how far a rank has come
 
 log = logging.getLogger("stretto.collectives")
 
@@ -71,32 +68,47 @@ class Communicator:
         self.tracer = tracer  # None: not tracing
         self.ledger = ledger or Ledger()
         self.whereabouts = Whereabouts()
-        self.world = range(wire.world_size)
         self.runs: dict[Name, CollectiveRun] = {}
-        self.queued: Callable[[], list[Pending]] = list  # started, and not begun: where a thread of ours begins them
-        self.carried_outside: dict[Name, Outside] = {}
-        self.history: dict[Name, str] = {}  # ended: what it was
+        self.failures = FailureAgreement(wire, self.timeouts, self.whereabouts)
+        self.has_begun, self.belief = self.failures.has_begun, self.failures.belief  # of a collective, by its name
+        self._outside: dict[Name, Outside] = {}
         self._begun: dict[Name, dict[int, str]] = {}  # who has begun what we have not
-        self._progress_of: dict[tuple[int, int], int] = {}  # (channel, rank) -> last collective known to have begun there
-        self._forgotten: dict[int, int] = {}  # channel -> the last collective that has ended and is no longer in the history
+        self._progress_of: Recent[tuple[int, int], int] = Recent(STREAMS)  # (channel, rank) -> last collective begun there
         self._knocks: dict[Name, set[int]] = {}
         self._unasked: Counter[int] = Counter()  # rank -> bytes on their way to it, of collectives that it has not begun yet
         self._work: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
-        self._next_check = 0.0
+        self._timers: Timers[str] = Timers()
+        reader = HeaderReader(self.failures)
         wire.listen(TOPIC_BEGUN, self._on_begun)
         wire.listen(TOPIC_KNOCK, self._on_knock)
-        self.failures = Failures(self)
-        self.disagreement = Disagreement(self)
-        self.inquiry = Inquiry(self)
+        wire.listen(TOPIC_FAILURES, lambda source, body: self._heard(source, reader.read(source, body)))
+        wire.on_lost(lambda lost: self._perform(self.failures.on_view(wire.now(), [], [lost.rank], wire.generation)))
 
-    def members(self, request: Request) -> Sequence[int]:
-        """The ranks of the job that take part in a collective."""
-        return self.world if request.members is None else request.members
+    # -- driving the machine ------------------------------------------------------------------------------------------
 
-    def tell(self, members: Sequence[int], topic: int, body: bytes) -> None:
-        for rank in members:
-            if rank != self.wire.rank:
-                self.wire.post(rank, topic, body)
+    def tell(self, request: HasBegun | HasEnded | HasFailed) -> None:
+        """Tell the machine what happened to a collective; its name is the ticket of the reply."""
+        channel, sequence = request.collective.name
+        self._perform(self.failures.on_request(self.wire.now(), channel << 32 | sequence, request))
+
+    def _heard(self, source: int, header: Any) -> None:
+        if header is not None:
+            self._perform(self.failures.on_message(self.wire.now(), source, header, memoryview(b"")))
+
+    def _perform(self, actions: Actions) -> None:
+        """An action may lead to the next event. The machine has come to its end of this one, and does not mind the order."""
+        for action in actions:
+            match action:
+                case SendMessage(int(to), header):
+                    self.wire.post(to, TOPIC_FAILURES, msgspec.msgpack.encode(header))
+                case SetTimer(timer, float(after_s)):
+                    self._timers.set(timer, self.wire.now() + after_s)
+                case Reply(ticket, error=error):
+                    name = ticket >> 32, ticket & 0xFFFFFFFF
+                    if name in self.runs:
+                        self.end(self.runs[name], error)
+                    elif name in self._outside:
+                        self._outside[name].error = error
 
     # -- beginning and ending -----------------------------------------------------------------------------------------
 
@@ -117,38 +129,32 @@ class Communicator:
 
     def broke(self, pending: Pending, error: Exception) -> None:
         """Something unforeseen about one collective ends that one, on all ranks, and not the thread that all of them need."""
-        log.error("rank %d could not carry out %s", self.wire.rank, pending.belief, exc_info=error)
+        request = pending.request
+        log.error("rank %d could not carry out %s", self.wire.rank, request.belief, exc_info=error)
         failure = WireError(
-            f"rank {self.wire.rank} could not carry out {pending.belief}: {type(error).__name__}: {error}.\n"
+            f"rank {self.wire.rank} could not carry out {request.belief}: {type(error).__name__}: {error}.\n"
             f"It was not foreseen, and ends this collective alone. The log of rank {self.wire.rank} has the traceback: report it."
         )
         failure.__cause__ = error
-        if pending.name in self.runs:
-            self.failures.fail(self.runs[pending.name], failure)
-        elif not pending.done:
-            self._remember(pending.name, pending.belief)
-            self.failures.tell(self.members(pending.request), pending.name, failure)
+        self.tell(HasFailed(request, failure))
+        if request.name not in self.runs and not pending.done:
             pending.finish(failure)
 
     def _begin(self, pending: Pending) -> None:
-        request = pending.request
-        name = request.name
-        doom = self.failures.refuse(request)
-        if doom is not None:
-            self._remember(name, request.belief)
-            pending.finish(doom)
-            return
+        name = pending.request.name
         run = CollectiveRun(self, pending, self.wire.now())
         self.runs[name] = run
-        self._announce(run)
-        for rank, belief in self._begun.pop(name, {}).items():
+        self.tell(HasBegun(run))
+        begun, knocks = self._begun.pop(name, {}), self._knocks.pop(name, set())
+        if run.failing or pending.done:
+            return
+        self._announce(run, knocks)
+        for rank, belief in begun.items():
             self._heard_begun(run, rank, belief)
-        self.disagreement.has_begun(run)
         run.pump()
 
-    def _announce(self, run: CollectiveRun) -> None:
-        listeners = set() if run.eager and not run.confirmed else set(run.schedule.sources)
-        listeners |= self._knocks.pop(run.name, set())
+    def _announce(self, run: CollectiveRun, knocks: set[int]) -> None:
+        listeners = knocks if run.eager and not run.confirmed else knocks | run.schedule.sources
         body = msgspec.msgpack.encode(Begun(*run.name, run.belief))
         for source in listeners:
             self.wire.post(source, TOPIC_BEGUN, body)
@@ -181,8 +187,11 @@ class Communicator:
 
     def _is_near(self, run: CollectiveRun, to: int) -> bool:
         # The first collective of a channel may be any number: ranks number alike, so "ahead" counts from where we met.
-        known = self._progress_of.setdefault((run.name[0], to), run.name[1])
-        return run.name[1] - known < EAGER_AHEAD
+        channel, sequence = run.name
+        known = self._progress_of.get((channel, to))
+        if known is None:
+            known = self._progress_of[channel, to] = sequence
+        return sequence - known < EAGER_AHEAD
 
     def _asked(self, run: CollectiveRun, to: int) -> None:
         """It has begun this collective, or this has ended: what was sent before counts no longer."""
@@ -213,57 +222,29 @@ class Communicator:
     def outside(self, other: Outside) -> Iterator[None]:
         """Around a collective that is carried out elsewhere, under a number of this communicator's and in its thread."""
         name = other.name
-        self.carried_outside[name] = other
-        other.error = self.failures.doom_of(name)
+        self._outside[name] = other
+        self.tell(HasBegun(other))
         for rank, belief in self._begun.pop(name, {}).items():
-            self.disagreement.heard_outside(other, rank, belief)
-        self.disagreement.has_begun_outside(other)
+            if belief != other.belief:
+                self._heard(rank, Believes(*name, belief, None))
         try:
             yield
         finally:
             other.done = True
-            del self.carried_outside[name]
-            self._remember(name, other.belief)
+            del self._outside[name]
+            self.tell(HasEnded(other))
 
     def end(self, run: CollectiveRun, error: StrettoError | None) -> None:
         del self.runs[run.name]
         for rank in list(run.unasked):
             self._asked(run, rank)
-        self._remember(run.name, run.belief)
         if error is not None:
             self.wire.cancel(*run.name)
-        elif run.schedule.needs_work_buffer:
-            self._give_back(run.accumulators[Buffer.WORK].flat)
+        else:
+            self.tell(HasEnded(run))
+            if run.schedule.needs_work_buffer:
+                self._give_back(run.accumulators[Buffer.WORK].flat)
         run.pending.finish(error)
-        if error is not None and run.request.part_of is not None:
-            self.failures.fail_round(run.request.part_of, error)
-
-    def _remember(self, name: Name, belief: str) -> None:
-        """What ended here, for peers that ask later."""
-        self.history[name] = belief
-        while len(self.history) > HISTORY:
-            oldest = next(iter(self.history))
-            del self.history[oldest]
-            self.disagreement.forget(oldest)
-            channel, sequence = oldest
-            if not self.is_forgotten(oldest):
-                self._forgotten[channel] = sequence
-
-    def has_begun(self, name: Name) -> bool:
-        """Whether this rank has begun it, however long ago; one that waits for its data to come from a GPU counts too."""
-        known = name in self.runs or name in self.history or name in self.carried_outside
-        return known or self.is_forgotten(name) or any(pending.name == name for pending in self.queued())
-
-    def is_forgotten(self, name: Name) -> bool:
-        channel, sequence = name
-        last = self._forgotten.get(channel)
-        return last is not None and not is_later(sequence, last)
-
-    def belief(self, name: Name) -> str:
-        """What this rank believes that collective is; empty if it has not begun it, or has forgotten."""
-        if name in self.runs:
-            return self.runs[name].belief
-        return self.carried_outside[name].belief if name in self.carried_outside else self.history.get(name, "")
 
     def buffers_for(self, request: Request, schedule: Schedule) -> list[Accumulator]:
         scale = 1.0 / request.plan.size if request.op == "mean" and request.plan.size > 1 else None
@@ -288,21 +269,14 @@ class Communicator:
 
     def step(self, timeout_s: float) -> None:
         self.wire.progress(timeout_s)
-        now = self.wire.now()
-        if now >= self._next_check and self.runs:
-            self._next_check = now + min(0.25, self.timeouts.warn_s / 4, self.timeouts.arrive_s / 4)
-            for run in list(self.runs.values()):
-                if run.disputed_at is None:
-                    self.inquiry.look_at(run, now)
-                elif now - run.disputed_at > ASK_S:
-                    self.disagreement.conclude(run)
+        self.look_at_the_clock()
+
+    def look_at_the_clock(self) -> None:
+        self._timers.fire(self.wire.now(), lambda timer: self._perform(self.failures.on_timer(self.wire.now(), timer)))
 
     def patience_s(self) -> float:
         """How long `step` may block without missing a deadline."""
-        return max(0.001, min(1.0, self._next_check - self.wire.now())) if self.runs else 1.0
-
-    def check_soon(self) -> None:
-        self._next_check = 0.0
+        return max(0.001, min(1.0, self._timers.next_at() - self.wire.now()))
 
     def pending(self) -> list[Pending]:
         return [run.pending for run in self.runs.values()]
@@ -318,17 +292,17 @@ class Communicator:
         self._progress_of[key] = max(begun.sequence, self._progress_of.get(key, 0))
         if name in self.runs:
             self._heard_begun(self.runs[name], source, begun.belief)
-        elif name not in self.history:
+        elif not self.belief(name):
             self._begun.setdefault(name, {})[source] = begun.belief
-        elif self.history[name] != begun.belief:
-            self.disagreement.heard_afterwards(name, source, begun.belief)
+        elif self.belief(name) != begun.belief:
+            self._heard(source, Believes(*name, begun.belief, None))
         for run in list(self.runs.values()):
             if run.eager and source in run.held and self._is_near(run, source):
                 self._release(run, source)
 
     def _heard_begun(self, run: CollectiveRun, source: int, belief: str) -> None:
         if belief != run.belief:
-            self.disagreement.heard_belief(run, source, belief)
+            self._heard(source, Believes(*run.name, belief, None))
             return
         run.opened.add(source)
         self._asked(run, source)

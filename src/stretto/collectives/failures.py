@@ -1,187 +1,360 @@
-"""Collectives that fail, and how all their members come to the same error.
+"""How all members of a collective that fails come to the same error: a protocol machine, without input or output.
 
-The member that finds a failure tells all others whom it blames. What they hear about a collective that they have not begun yet is
-kept, and ends it when they do:
+It is told what happens to the collectives of this rank (`HasBegun`, `HasEnded`, `HasFailed`), what peers say and who is lost.
+When a collective is to fail, here and at all other members, it answers the request `HasBegun` with the error.
 
     peer lost               a collective fails with `PeerLost(rank)` if that peer is a member of it; others go on
-    transfer failed         what the wire says; where the two sides mean different collectives, it is a dispute
-                            (`disagreement.py`), and told as one
-    streams never meet      `RankMismatch` for a collective and all later ones of its channel that are under way
+    transfer failed         what the wire says; where the two sides mean different collectives: a dispute (`disagreement.py`)
+    nothing comes           all members are asked; the one that has not begun is blamed: `WireTimeout(rank)` (`inquiry.py`)
+    streams never meet      `RankMismatch` for a collective and all later ones of its channel that are under way (`inquiry.py`)
+
+Members may find different failures at the same time: two peers die, and each is missed first by another member. So nobody ends a
+collective by itself. Whoever finds a failure proposes a verdict to all members, and these settle on one in the order of their
+ranks ("hierarchical consensus" in Guerraoui and Rodrigues, Introduction to Reliable and Secure Distributed Programming, 2011):
+
+    A member that hears of a failure asks all members of lower rank to settle, and waits until each of them has or is gone. It
+    takes the verdict of the highest of them, or else the one that it has heard of, and tells all members of higher rank.
+
+    Agreement. Let c be the lowest member that stays alive. Every member above c waits for it, and takes its verdict or that of a
+    member between the two, which by induction is the same. Those below c die.
+
+Members that have not begun the collective take part too: the verdict ends it when they do. So do those where it has ended. It
+costs a message or two between each two members and, one after the other, as many hops as there are members: in failures alone.
+
+What it needs: `left` means dead, messages are not lost, and a peer that lives answers within `ASK_S`. Where that does not hold (a
+cut link, a process that holds its interpreter) members may blame different ranks; all of them end nevertheless.
 
 Some collectives are *part of* a round of the whole job, although each has few members: workers of a host combine, then hosts do.
-There the loss of any worker leaves all others waiting, one for the other. So a round fails as a whole: whichever part fails, on
-any rank, for whatever reason, all ranks are told, and every part of that round that is under way or begins later fails with it.
+There the loss of any worker leaves all others waiting, one for the other. So such a collective does not fail by itself: whichever
+part fails, on any rank, for whatever reason, all ranks of the job settle that the round does, and every part of it that is under
+way or begins later fails with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from stretto.collectives.messages import TOPIC_FAILED, TOPIC_ROUND_FAILED, Failed, Name, as_error, as_failed, decode, is_later
-from stretto.errors import PeerLost, RankMismatch, StrettoError, WireError
+from stretto.collectives.disagreement import Disagreement
+from stretto.collectives.inquiry import Inquiry
+from stretto.collectives.messages import ROUNDS, Believes, Failed, FailureMessage, Name, as_error, as_failed, is_later
+from stretto.collectives.recent import Recent
+from stretto.collectives.request import Outside, Request, UnderWay
+from stretto.collectives.whereabouts import Whereabouts
+from stretto.errors import PeerLost, RankMismatch, StrettoError
+from stretto.protocol.machine import Actions, Machine, Reply, SendMessage, SetTimer
+from stretto.timeouts import Timeouts
 from stretto.wire.base import DigestMismatch
 
-if TYPE_CHECKING:
-    from stretto.collectives.execute import Communicator
-    from stretto.collectives.request import Request
-    from stretto.collectives.run import CollectiveRun
-
-HISTORY: Final = 512  # how many ended collectives, and failures of those that have not begun here, are remembered
+HISTORY: Final = 512  # how many ended collectives, and verdicts, are remembered
+CHANNELS: Final = 1024  # for how many channels it is remembered how far they had come before these
+Named = Request | Outside
+Beliefs = dict[int, tuple[str, str]]
 
 
-class Failures:
-    """Ends collectives for one communicator, in the thread that drives it."""
+class Roster(Protocol):
+    """Who is here, as a `Wire` says it. Only read."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._wire = communicator.wire
-        self._doomed: list[Failed] = []  # failed elsewhere before they began here
-        self._failed_rounds: dict[int, Failed] = {}  # channel -> the last round that has failed
-        self._wire.listen(TOPIC_FAILED, self._on_failed)
-        self._wire.listen(TOPIC_ROUND_FAILED, self._on_round_failed)
-        self._wire.on_lost(self._on_lost)
+    rank: int
+    world_size: int
+    lost: dict[int, PeerLost]
+    generation: int
 
-    # -- found here ---------------------------------------------------------------------------------------------------
+    @property
+    def peers(self) -> list[int]: ...
+    def said_goodbye(self, rank: int) -> bool: ...
+    def joined_in(self, rank: int) -> int: ...
 
-    def transfer_failed(self, run: CollectiveRun, error: WireError) -> None:
-        if isinstance(error, DigestMismatch):
-            self._communicator.disagreement.dispute(run)
-        elif isinstance(error, PeerLost):
-            self._fail_by_loss(run, error)
+
+class HasBegun(NamedTuple):
+    collective: UnderWay
+
+
+class HasEnded(NamedTuple):
+    collective: UnderWay
+
+
+class HasFailed(NamedTuple):
+    collective: Named
+    error: StrettoError
+
+
+@dataclass(slots=True)
+class Vote:
+    """A failure that the members have not settled on yet."""
+
+    proposal: Failed
+    since: float
+    verdicts: dict[int, Failed] = field(default_factory=dict)  # of members of lower rank
+
+
+class History(Recent[Name, str]):
+    """What the last collectives that have ended were, and for each channel how far it had come before these."""
+
+    def __init__(self) -> None:
+        super().__init__(HISTORY)
+        self._forgotten: Recent[int, int] = Recent(CHANNELS)
+
+    def dropped(self, key: Name, value: str) -> None:
+        channel, sequence = key
+        if channel not in self._forgotten or is_later(sequence, self._forgotten[channel]):
+            self._forgotten[channel] = sequence
+
+    def had(self, name: Name) -> bool:
+        """Whether it has ended, however long ago."""
+        last = self._forgotten.get(name[0])
+        return name in self or (last is not None and not is_later(name[1], last))
+
+
+class FailureAgreement(Machine):
+    """See the module's text. `queued`: what was started and has not begun, where a thread of ours begins it later."""
+
+    header_type = FailureMessage
+
+    def __init__(self, roster: Roster, timeouts: Timeouts, whereabouts: Whereabouts) -> None:
+        self.roster = roster
+        self.timeouts = timeouts
+        self.world = range(roster.world_size)
+        self.queued: Callable[[], Sequence[Named]] = tuple
+        self.under_way: dict[Name, UnderWay] = {}
+        self.history = History()
+        self.disagreement = Disagreement(self)
+        self.inquiry = Inquiry(self, whereabouts)
+        self._votes: dict[Name, Vote] = {}
+        self._doomed: Recent[Name, Failed] = Recent(HISTORY)  # settled; it may begin here later, or be proposed again
+        self._actions: list[SendMessage | SetTimer | Reply] = []
+        self._looks = False  # the timer is set
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def on_request(self, now: float, ticket: int, request: HasBegun | HasEnded | HasFailed) -> Actions:
+        if isinstance(request, HasBegun):
+            collective = self.under_way[request.collective.name] = request.collective
+            collective.ticket = ticket
+            self._check_beginning(now, collective)
+        elif isinstance(request, HasEnded):
+            self._forget(request.collective)
         else:
-            # A wrong size or dtype where the digests agree: not a difference of opinion but a broken peer.
-            self.fail(run, error)
+            self._has_failed(now, request.collective, request.error)
+        return self._take_actions()
 
-    def fail(self, run: CollectiveRun, error: StrettoError) -> None:
-        """End it here and, by telling them, at all other members."""
-        if not run.pending.done:
-            self._communicator.end(run, error)
-            self.tell(run.members, run.name, error)
+    def on_message(self, now: float, source: int, header: FailureMessage, payload: memoryview) -> Actions:
+        match header:
+            case Failed():
+                self._heard(now, source, header)
+            case Believes():
+                self.disagreement.heard(now, source, header)
+            case _:
+                self.inquiry.heard(now, source, header)
+        return self._take_actions()
 
-    def tell(self, members: Sequence[int], name: Name, error: StrettoError) -> None:
-        self._communicator.tell(members, TOPIC_FAILED, msgspec.msgpack.encode(as_failed(name, error)))
+    def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
+        for collective in list(self.under_way.values()):
+            for rank in left if collective.watched else ():
+                # A rank that left after doing its part takes nothing with it; one that died may have left any member waiting.
+                concerns = rank in self.members(collective.request) or collective.request.part_of is not None
+                if concerns and (not self.roster.said_goodbye(rank) or rank in collective.waiting_for()):
+                    self._has_failed(now, collective.request, self.roster.lost[rank])
+        self._try_to_settle_all(now)
+        return self._take_actions()
 
-    def refuse(self, request: Request) -> StrettoError | None:
-        """Why a collective cannot begin here, if it cannot: it has failed elsewhere, or a member is lost."""
-        doom = self.doom_of(request.name) or self._doom_of_round(request.part_of)
-        if doom is None and request.plan.size > 1:
-            members = self._communicator.members(request)
-            doom = self._lost_member(members, request.generation) or self._lost_outsider(request)
-            if doom is not None:
-                self.tell(members, request.name, doom)  # others may not have lost that peer, and would wait for us
-            if doom is not None and request.part_of is not None:
-                self.fail_round(request.part_of, doom)
-        return doom
+    def on_timer(self, now: float, name: str) -> Actions:
+        self._looks = False
+        self._try_to_settle_all(now)
+        for collective in list(self.under_way.values()):
+            if self.disagreement.is_open(collective.name):
+                self.disagreement.try_to_conclude(now, collective)
+            elif collective.watched and not collective.failing:
+                self.inquiry.look_at(now, collective)
+        return self._take_actions()
 
-    def _lost_outsider(self, request: Request) -> PeerLost | None:
-        """A worker whose death fails the round of the whole job that this is part of. One that left in order did its part."""
-        if request.part_of is None:
-            return None
-        return next((error for rank, error in self._wire.lost.items() if not self._wire.said_goodbye(rank)), None)
+    def _take_actions(self) -> Actions:
+        if not self._looks and (self.under_way or self._votes):
+            self.look_in(min(0.25, self.timeouts.warn_s / 4, self.timeouts.arrive_s / 4))
+        actions, self._actions = self._actions, []
+        return actions
 
-    def _lost_member(self, members: Sequence[int], generation: int) -> PeerLost | None:
-        """A member that is gone, if there is one, or has been since the group was made: its rank may be another worker's now."""
-        lost = next((error for rank, error in self._wire.lost.items() if rank in members), None)
-        if lost is None and self._wire.generation > generation:
-            reason = "another worker has had its rank since the group was made. Make the group again"
-            joined = (rank for rank in members if self._wire.joined_in(rank) > generation)
-            lost = next((PeerLost(rank, reason) for rank in joined), None)
-        return lost
+    def look_in(self, seconds: float) -> None:
+        self._looks = True
+        self._actions.append(SetTimer("look", seconds))
 
-    def _on_lost(self, error: PeerLost) -> None:
-        for run in list(self._communicator.runs.values()):
-            # A rank that left after doing its part takes nothing with it; one that died may have left any member waiting.
-            concerns = error.rank in run.members or run.request.part_of is not None
-            if concerns and (not self._wire.said_goodbye(error.rank) or error.rank in run.waiting_for()):
-                self._fail_by_loss(run, error)
+    def send(self, to: int, header: FailureMessage) -> None:
+        self._actions.append(SendMessage(to, header))
 
-    def _fail_by_loss(self, run: CollectiveRun, error: PeerLost) -> None:
-        if run.disputed_at is None:
-            self.fail(run, error)
-        else:
-            # A member that has heard from all the others raises and leaves: it is the dispute that is to be told.
-            self._communicator.disagreement.dispute(run)
+    def tell(self, members: Iterable[int], header: FailureMessage) -> None:
+        for rank in members:
+            if rank != self.roster.rank and not self.is_gone(rank):
+                self.send(rank, header)
 
-    # -- rounds of the whole job --------------------------------------------------------------------------------------
+    # -- what is known ------------------------------------------------------------------------------------------------
 
-    def fail_round(self, part_of: Name, error: StrettoError) -> None:
-        """A part of this round has failed here: so has the rest of it, on all ranks."""
-        if self._doom_of_round(part_of) is None:
-            failed = as_failed(part_of, error)
-            self._communicator.tell(self._communicator.world, TOPIC_ROUND_FAILED, msgspec.msgpack.encode(failed))
-            self._end_round(failed)
+    def members(self, request: Named | Failed) -> Sequence[int]:
+        return self.world if request.members is None else request.members
 
-    def _on_round_failed(self, source: int, body: bytes) -> None:
-        failed = decode(source, body, Failed)
-        if failed is not None and self._doom_of_round((failed.channel, failed.sequence)) is None:
-            self._end_round(failed)
+    def as_told(self, members: Sequence[int] | None) -> list[int] | None:
+        return None if members is None or len(members) == len(self.world) else list(members)
 
-    def _end_round(self, failed: Failed) -> None:
-        self._failed_rounds[failed.channel] = failed
-        for run in list(self._communicator.runs.values()):
-            if not run.pending.done and self._doom_of_round(run.request.part_of) is not None:
-                self._communicator.end(run, as_error(failed))
+    def is_gone(self, rank: int) -> bool:
+        return rank in self.roster.lost or self.roster.said_goodbye(rank)
 
-    def _doom_of_round(self, part_of: Name | None) -> StrettoError | None:
-        """Why this round has failed, if it has. Other ranks may still be in the one before, which has not."""
-        failed = None if part_of is None else self._failed_rounds.get(part_of[0])
-        return None if failed is None or part_of is None or part_of[1] != failed.sequence else as_error(failed)
+    def others(self, request: Named) -> set[int]:
+        """The members that can be asked: all others that are neither lost nor have left the job."""
+        return {rank for rank in self.members(request) if rank != self.roster.rank and not self.is_gone(rank)}
 
-    # -- heard from others --------------------------------------------------------------------------------------------
+    def has_begun(self, name: Name) -> bool:
+        """Whether this rank has begun it, however long ago; one that waits for its data to come from a GPU counts too."""
+        return name in self.under_way or self.history.had(name) or any(request.name == name for request in self.queued())
 
-    def doom_of(self, name: Name) -> StrettoError | None:
-        """Why a collective failed elsewhere before it began here, if it has."""
-        return next((as_error(failed) for failed in self._doomed if failed.includes(name)), None)
+    def belief(self, name: Name) -> str:
+        """What this rank believes that collective is; empty if it has not begun it, or has forgotten."""
+        return self.under_way[name].belief if name in self.under_way else self.history.get(name, "")
 
-    def _on_failed(self, source: int, body: bytes) -> None:
-        failed = decode(source, body, Failed)
-        if failed is None:
-            return
-        communicator, name = self._communicator, (failed.channel, failed.sequence)
-        if failed.kind == "mismatch":
-            self._end_stream(failed)
-        elif name in communicator.runs:
-            communicator.end(communicator.runs[name], as_error(failed))
-        elif name in communicator.carried_outside:
-            communicator.carried_outside[name].error = as_error(failed)
-        elif name not in communicator.history:
-            self._doom(failed)
+    def _subjects(self, request: Named) -> list[Name]:
+        """What verdicts that end it are about: itself, or the round that it is part of."""
+        part_of = request.part_of
+        return [request.name] if part_of is None else [request.name, (ROUNDS | part_of[0], part_of[1])]
 
-    def _doom(self, failed: Failed) -> None:
-        self._doomed.append(failed)
-        del self._doomed[:-HISTORY]
+    # -- beginning and ending -----------------------------------------------------------------------------------------
 
-    # -- streams that never meet --------------------------------------------------------------------------------------
-
-    def fail_streams(self, streams: Mapping[Name, Sequence[int]], error: RankMismatch) -> None:
-        """Ranks are in these collectives of different streams, each with its members, and will never meet: end the streams
-        there, at all members."""
-        for name, members in streams.items():
-            self._end_stream(as_failed(name, error), members)
-
-    def _end_stream(self, failed: Failed, tell: Sequence[int] | None = None) -> None:
-        """End a collective, now or when it begins here, and with it all later ones of its channel that are under way at any
-        member: the buckets of one round leave together, and whoever gets the error waits for the rest of them.
-
-        Several members may come to the same conclusion, and each adds what is under way there. What is heard later about
-        something that has ended here adds nothing of ours: this rank may have gone on by then."""
-        communicator, name = self._communicator, (failed.channel, failed.sequence)
-        if self.doom_of(name) is None:
-            if name in communicator.history or communicator.is_forgotten(name):
+    def _check_beginning(self, now: float, collective: UnderWay) -> None:
+        """It may have failed elsewhere, be about to, or have lost a member; or others have said that they disagree."""
+        for subject in self._subjects(collective.request) if self._doomed or self._votes else ():
+            if subject in self._doomed:
+                self._end(now, collective, self._doomed[subject])
                 return
-            for pending in (*communicator.pending(), *communicator.queued()):
-                if pending.name[0] == failed.channel and is_later(pending.name[1], failed.last):
-                    failed = msgspec.structs.replace(failed, last=pending.name[1])
-                    tell = communicator.members(pending.request)
-            if tell is not None:
-                communicator.tell(tell, TOPIC_FAILED, msgspec.msgpack.encode(failed))
-        self._doom(failed)
-        for other in communicator.carried_outside.values():
-            if failed.includes(other.name):
-                other.error = as_error(failed)
-        for run in list(communicator.runs.values()):
-            if failed.includes(run.name):
-                communicator.end(run, as_error(failed))
+            collective.failing |= subject in self._votes
+        lost = self._lost_member(collective)
+        if lost is not None:
+            self.found(now, collective.request, lost)
+        elif not collective.failing:
+            self.disagreement.has_begun(now, collective)
+
+    def _lost_member(self, collective: UnderWay) -> PeerLost | None:
+        """A member that is gone, if there is one, or has been since the group was made: its rank may be another worker's now."""
+        request, members, roster = collective.request, self.members(collective.request), self.roster
+        if not collective.watched or len(members) == 1:
+            return None
+        for rank, lost in roster.lost.items():
+            # In a round of the whole job any death counts; a worker that left in order did its part of it.
+            if rank in members or (request.part_of is not None and not roster.said_goodbye(rank)):
+                return lost
+        if roster.generation > request.generation:
+            reason = "another worker has had its rank since the group was made. Make the group again"
+            joined = (rank for rank in members if roster.joined_in(rank) > request.generation)
+            return next((PeerLost(rank, reason) for rank in joined), None)
+        return None
+
+    def _end(self, now: float, collective: UnderWay, verdict: Failed) -> None:
+        subject = self._subjects(collective.request)[-1]
+        if subject not in self._doomed:
+            self.found(now, collective.request, as_error(verdict))  # then all of its round fails, and it with the round
+            return
+        verdict = self._doomed[subject]
+        if verdict.beliefs and self.roster.rank not in verdict.beliefs:  # it has begun too late to say what it believes
+            mine = (collective.belief, self.inquiry.place_in(collective.name))
+            verdict = msgspec.structs.replace(verdict, beliefs={**verdict.beliefs, self.roster.rank: mine})
+        self._actions.append(Reply(collective.ticket, error=as_error(verdict)))
+        self._forget(collective)
+
+    def _forget(self, collective: UnderWay | Named) -> None:
+        """It has ended here. What it was is kept for a while, for peers that ask."""
+        name = collective.name
+        self.under_way.pop(name, None)
+        self.history[name] = collective.belief
+        self.disagreement.forget(name)
+        self.inquiry.forget(name)
+
+    # -- failures found here ------------------------------------------------------------------------------------------
+
+    def _has_failed(self, now: float, request: Named, error: StrettoError) -> None:
+        mine = self.under_way.get(request.name)
+        if mine is None:
+            self.found(now, request, error)
+            self._forget(request)
+        elif isinstance(error, DigestMismatch) or self.disagreement.is_open(mine.name):
+            # A member that has heard from all the others raises and leaves: it is the dispute that is to be told, not the loss.
+            self.disagreement.open(now, mine)
+        else:
+            self.found(now, request, error)
+
+    def found(self, now: float, request: Named, error: StrettoError, beliefs: Beliefs | None = None) -> None:
+        """Propose to all members that it fails, or to all of the job that its round does."""
+        if request.part_of is not None:
+            self.propose(now, as_failed(self._subjects(request)[-1], None, error))
+        else:
+            failed = as_failed(request.name, self.as_told(request.members), error)
+            self.propose(now, msgspec.structs.replace(failed, beliefs=beliefs or {}))
+
+    # -- settling on a verdict ----------------------------------------------------------------------------------------
+
+    def propose(self, now: float, failed: Failed) -> None:
+        """Tell all members of a failure, unless they have been told of one."""
+        if failed.name not in self._votes and failed.name not in self._doomed and self._is_about_us(failed):
+            self.tell(self.members(failed), failed)
+            self._open(now, failed)
+
+    def _heard(self, now: float, source: int, failed: Failed) -> None:
+        subject, members, me = failed.name, self.members(failed), self.roster.rank
+        if subject in self._doomed or source not in members or not self._is_about_us(failed):
+            return
+        if subject not in self._votes:
+            proposal = msgspec.structs.replace(failed, settled=False)
+            self.tell([rank for rank in members if rank < me and rank != source], proposal)
+            self._open(now, proposal)
+        if failed.settled and source < me and subject in self._votes:
+            self._votes[subject].verdicts[source] = failed
+            self._try_to_settle(now, self._votes[subject])
+
+    def _is_about_us(self, failed: Failed) -> bool:
+        """Whether this rank is a member, and all members are ranks that there are: it was written by a peer."""
+        return {self.roster.rank} <= set(self.members(failed)) <= {*self.world, *self.roster.peers}
+
+    def _open(self, now: float, proposal: Failed) -> None:
+        vote = self._votes[proposal.name] = Vote(proposal, now)
+        for collective in self._affected(proposal):
+            collective.failing = True
+        self._try_to_settle(now, vote)
+
+    def _try_to_settle_all(self, now: float) -> None:
+        for vote in list(self._votes.values()):
+            self._try_to_settle(now, vote)
+
+    def _try_to_settle(self, now: float, vote: Vote) -> None:
+        subject, members = vote.proposal.name, self.members(vote.proposal)
+        if subject not in self._votes or any(self._is_awaited(now, vote, rank) for rank in members):
+            return
+        del self._votes[subject]
+        verdict = vote.verdicts[max(vote.verdicts)] if vote.verdicts else vote.proposal
+        verdict = self._doomed[subject] = msgspec.structs.replace(verdict, settled=True)
+        self.tell([rank for rank in members if rank > self.roster.rank], verdict)
+        self._carry_out(now, verdict)
+
+    def _is_awaited(self, now: float, vote: Vote, rank: int) -> bool:
+        if rank >= self.roster.rank or rank in vote.verdicts or self.is_gone(rank):
+            return False
+        return not self.inquiry.is_over(now, self.inquiry.unanswered_since(vote.proposal.name, rank, vote.since))
+
+    def _affected(self, failed: Failed) -> list[UnderWay]:
+        return [collective for collective in self.under_way.values() if failed.name in self._subjects(collective.request)]
+
+    def _carry_out(self, now: float, verdict: Failed) -> None:
+        affected = self._affected(verdict)
+        for collective in affected:
+            self._end(now, collective, verdict)
+        self.disagreement.forget(verdict.name)
+        if verdict.beliefs:
+            if not affected and verdict.name in self.history:
+                self.disagreement.say_that_it_had_ended(verdict)
+        elif verdict.kind == RankMismatch.__name__ and (affected or not self.history.had(verdict.name)):
+            self._fail_later_ones(now, verdict)
+
+    def _fail_later_ones(self, now: float, verdict: Failed) -> None:
+        """Ranks that are apart in one collective of a channel are so in all later ones that are under way: the buckets of one
+        round leave together, and whoever gets the error waits for the rest of them. Each member adds what is under way there,
+        but not where the first has ended: that rank may have gone on by then."""
+        for later in (*(collective.request for collective in self.under_way.values()), *self.queued()):
+            if later.name[0] == verdict.channel and is_later(later.name[1], verdict.sequence):
+                self.found(now, later, as_error(verdict))

@@ -66,6 +66,7 @@ class Group:
         self.choices: AlgorithmTable | None = None
         self.part_of: Name | None = None  # the round of the whole job that its collectives belong to now: they fail with it
         self._among = "" if self.is_world else members_text(ranks)
+        self._sequences: dict[int, int] = {}  # channel -> how many collectives without a name of their own it has had
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, ranks={list(self.ranks)})"
@@ -119,6 +120,7 @@ class Group:
         """The same members on a channel of their own, whose many collectives do not meet the caller's."""
         twin = Group(self.endpoint, self.ranks, None if self.is_world else self.channel)
         twin.channel = self._choosing_channel
+        twin._sequences = self._sequences
         return twin
 
     def pair_channel(self, source: int, to: int) -> int:
@@ -127,6 +129,14 @@ class Group:
         return self._first_pair + 2 * ((source + to) % self.size) + (source > to)
 
     # -- collectives --------------------------------------------------------------------------------------------------
+
+    def next_name(self, channel: int) -> Name:
+        """For a collective that the calling thread is about to start in a channel of this group, and that has no name yet."""
+        self.endpoint.whereabouts.claim(channel)
+        with self.endpoint.lock:
+            sequence = self._sequences.get(channel, 0)
+            self._sequences[channel] = (sequence + 1) & 0xFFFFFFFF
+        return channel, sequence
 
     def start(
         self,
@@ -154,7 +164,7 @@ class Group:
         """
         plan = catalogue.plan(kind, algorithm, self.rank, self.size, root=root, group=self.workers_per_host)
         communication = self._communication()
-        name = name or self.endpoint.next_name(self.channel)
+        name = name or self.next_name(self.channel)
         segment = segment_bytes or self.segment_bytes
         members = None if self.is_world else self.ranks
         request = Request(
@@ -167,7 +177,7 @@ class Group:
         """Begin to send what `flat` holds from one member to another. Only these two take part, and both call it."""
         plan = catalogue.plan(Kind.BROADCAST, "binomial", 0 if source == self.rank else 1, 2)
         communication = self._communication()
-        name = self.endpoint.next_name(self.pair_channel(source, to))
+        name = self.next_name(self.pair_channel(source, to))
         pair = (self.ranks[source], self.ranks[to])
         among, label = f"from rank {pair[0]} to rank {pair[1]}", f" of send and recv in {self._among or 'the job'}"
         request = Request(plan, flat, "sum", *name, self.segment_bytes, label, None, pair, among, self.generation)

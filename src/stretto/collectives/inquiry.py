@@ -29,20 +29,18 @@ only send, it is the ranks that one waits for now that must begin it. Circles of
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from stretto.collectives.messages import TOPIC_QUERY, TOPIC_REPORT, Elsewhere, Name, ProgressQuery, ProgressReport, decode
-from stretto.collectives.request import Outside, Pending
-from stretto.collectives.run import CollectiveRun
-from stretto.collectives.whereabouts import Wait
+from stretto.collectives.messages import Believes, Elsewhere, Name, ProgressQuery, ProgressReport, as_failed
+from stretto.collectives.request import UnderWay
+from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import RankMismatch, WireTimeout
 from stretto.launching.peers import ranks_text
 
 if TYPE_CHECKING:
-    from stretto.collectives.execute import Communicator
+    from stretto.collectives.failures import FailureAgreement, Named
 
 ASK_S: Final = 1.0  # how long to be silent before asking, and to wait for others' answers before a verdict
 MOST_LINES: Final = 16  # of different things that ranks do, in one message
@@ -50,86 +48,100 @@ MOST_LINES: Final = 16  # of different things that ranks do, in one message
 log = logging.getLogger("stretto.collectives")
 
 
-class Inquiry:
-    """Asks and answers for one communicator, in the thread that drives it."""
+@dataclass(slots=True)
+class Silence:
+    """What was asked about one collective that makes no progress, and answered."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._wire = communicator.wire
-        self._timeouts = communicator.timeouts
-        self._whereabouts = communicator.whereabouts
-        self._wire.listen(TOPIC_QUERY, self._on_ask)
-        self._wire.listen(TOPIC_REPORT, self._on_state)
+    since: float
+    warned_at: float
+    ask_after_s: float  # how long it must have lasted before everybody is asked, again
+    asked_at: float | None = None  # everybody was asked then, and the verdict is out
+    probed: bool = False
+    answers: dict[int, ProgressReport] = field(default_factory=dict)
+
+
+class Inquiry:
+    """Asks and answers: a part of the machine of one rank."""
+
+    def __init__(self, machine: FailureAgreement, whereabouts: Whereabouts) -> None:
+        self._machine = machine
+        self._roster = machine.roster
+        self._timeouts = machine.timeouts
+        self._whereabouts = whereabouts
+        self._silences: dict[Name, Silence] = {}
+
+    def is_over(self, now: float, since: float) -> bool:
+        """Whether others have had time enough to say something."""
+        return now - since > ASK_S
+
+    def unanswered_since(self, name: Name, rank: int, since: float) -> float:
+        """When this rank, which has been waited for since then, was asked about a collective, if it has not answered that."""
+        silence = self._silences.get(name)
+        return since if silence is None or silence.asked_at is None or rank in silence.answers else min(since, silence.asked_at)
+
+    def forget(self, name: Name) -> None:
+        self._silences.pop(name, None)
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def look_at(self, run: CollectiveRun, now: float) -> None:
+    def look_at(self, now: float, run: UnderWay) -> None:
         """Called for every collective under way, a few times a second."""
-        silent_s = now - run.touched_at
-        if run.asked_at is not None:
-            if now - run.asked_at > ASK_S or run.answers.keys() >= set(self.others(run)):
-                self._conclude(run, silent_s)
-        elif self._is_due(run, now, silent_s):
-            self._ask_everybody(run, now, silent_s)
-        elif silent_s > ASK_S and not run.probed:
-            self._probe(run)
+        silence = self._silences.get(run.name)
+        if silence is None or silence.since != run.touched_at:
+            silence = self._silences[run.name] = Silence(run.touched_at, run.touched_at, ASK_S)
+        if silence.asked_at is not None:
+            if self.is_over(now, silence.asked_at) or self._all_have_answered(run, silence):
+                self._conclude(now, run, silence)
+        elif self._is_due(now, run, silence):
+            self._ask_everybody(now, run, silence)
+        elif now - silence.since > ASK_S and not silence.probed:
+            self._probe(run, silence)
 
-    def _is_due(self, run: CollectiveRun, now: float, silent_s: float) -> bool:
-        if silent_s > self._timeouts.arrive_s or self._is_time_to_warn(run, now):
+    def _all_have_answered(self, run: UnderWay, silence: Silence) -> bool:
+        return silence.asked_at is not None and silence.answers.keys() >= self._machine.others(run.request)
+
+    def _is_due(self, now: float, run: UnderWay, silence: Silence) -> bool:
+        silent_s = now - silence.since
+        if silent_s > self._timeouts.arrive_s or now - silence.warned_at > self._timeouts.warn_s:
             return True
-        return silent_s > (run.ask_after_s if run.asked_since == run.touched_at else ASK_S) and self._is_awaited(run)
+        # Where many are under way, those that no thread is blocked in can be left alone.
+        waits = self._whereabouts.waits() if silent_s > silence.ask_after_s else ()
+        return any(self._is_blocked_in(wait, run.name) for wait in waits)
 
-    def _is_time_to_warn(self, run: CollectiveRun, now: float) -> bool:
-        return now - max(run.warned_at, run.touched_at) > self._timeouts.warn_s
+    def _is_blocked_in(self, wait: Wait, name: Name) -> bool:
+        blocks = self._blocks(wait)
+        return blocks is not None and blocks.name == name
 
-    def _is_awaited(self, run: CollectiveRun) -> bool:
-        """Whether a thread is blocked in it. Where many are under way, those that nobody waits for yet can be left alone."""
-        return any(self._blocks(wait) is run.pending for wait in self._whereabouts.waits())
-
-    def _blocks(self, wait: Wait) -> Pending | Outside | None:
+    def _blocks(self, wait: Wait) -> Named | None:
         """The collective that a thread cannot go on without; None if that has ended and the thread is about to."""
         if wait.pending is None:
-            runs = self._communicator.runs.values()
-            return next((run.pending for run in runs if run.name[0] == wait.channel), None)
-        return None if wait.pending.done else wait.pending
+            return next((run.request for run in self._machine.under_way.values() if run.name[0] == wait.channel), None)
+        return None if wait.pending.done else wait.pending.request
 
-    def _probe(self, run: CollectiveRun) -> None:
+    def _probe(self, run: UnderWay, silence: Silence) -> None:
         """Ask those we wait for what they are doing. Ranks in different collectives may each wait for a message that the other
         never sends, so that no digest meets another; among ranks that agree nobody waits in a circle, so somebody who waits for
         a rank that disagrees finds out here."""
-        run.probed = True
-        body = msgspec.msgpack.encode(ProgressQuery(*run.name))
-        for rank in run.waiting_for():
-            self._wire.post(rank, TOPIC_QUERY, body)
+        silence.probed = True
+        self._machine.tell(run.waiting_for(), ProgressQuery(*run.name))
 
-    def _ask_everybody(self, run: CollectiveRun, now: float, silent_s: float) -> None:
-        run.probed = True
-        run.asked_at, run.asked_since = now, run.touched_at
-        run.ask_after_s = silent_s + min(max(silent_s, ASK_S), self._timeouts.warn_s)
-        run.answers.clear()
-        self._communicator.tell(run.members, TOPIC_QUERY, msgspec.msgpack.encode(ProgressQuery(*run.name)))
-
-    def others(self, run: CollectiveRun) -> list[int]:
-        """The members that can be asked: all others that are neither lost nor have left the job."""
-        wire = self._wire
-        return [rank for rank in run.members if rank not in (wire.rank, *wire.lost) and not wire.said_goodbye(rank)]
+    def _ask_everybody(self, now: float, run: UnderWay, silence: Silence) -> None:
+        silent_s = now - silence.since
+        silence.probed = True
+        silence.asked_at = now
+        silence.ask_after_s = silent_s + min(max(silent_s, ASK_S), self._timeouts.warn_s)
+        silence.answers.clear()
+        self._machine.tell(self._machine.members(run.request), ProgressQuery(*run.name))
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
-    def _on_ask(self, source: int, body: bytes) -> None:
-        ask = decode(source, body, ProgressQuery)
-        if ask is not None:
-            state = self._state_of((ask.channel, ask.sequence))
-            self._wire.post(source, TOPIC_REPORT, msgspec.msgpack.encode(state))
-
-    def _state_of(self, name: Name) -> ProgressReport:
-        communicator = self._communicator
-        run = communicator.runs.get(name)
-        begun = communicator.has_begun(name)
+    def _report(self, name: Name) -> ProgressReport:
+        machine = self._machine
+        run = machine.under_way.get(name)
+        begun = machine.has_begun(name)
         waiting_for = [] if run is None else run.waiting_for()
         instead = [] if begun else self._instead_of(name)
-        place = self.place_in(run.pending) if run is not None else self._whereabouts.place(name[0])
-        return ProgressReport(*name, begun, waiting_for, communicator.belief(name), place, instead)
+        return ProgressReport(*name, begun, waiting_for, machine.belief(name), self.place_in(name), instead)
 
     def _instead_of(self, name: Name) -> list[Elsewhere]:
         found = []
@@ -138,78 +150,82 @@ class Inquiry:
             if pending is None:
                 return []
             place = self._whereabouts.place_of_thread(wait.thread)
-            members = None if pending.members is None else list(pending.members)
+            members = self._machine.as_told(pending.members)
             found.append(Elsewhere(*pending.name, pending.belief, place, self._needs(pending), members))
         return found
 
-    def _needs(self, pending: Pending | Outside) -> list[int] | None:
+    def _needs(self, pending: Named) -> list[int] | None:
         """The ranks that must begin this collective before it can end here; None means all of the job."""
         if pending.needs_everybody:
-            return None if pending.members is None else list(pending.members)
-        run = self._communicator.runs.get(pending.name)
+            return self._machine.as_told(pending.members)
+        run = self._machine.under_way.get(pending.name)
         return [] if run is None else run.waiting_for()
 
-    def place_in(self, pending: Pending) -> str:
-        """Where the thread is that is blocked in it."""
+    def place_in(self, name: Name) -> str:
+        """Where the thread is that is blocked in it, or else one that uses its channel."""
         for wait in self._whereabouts.waits():
-            if self._blocks(wait) is pending:
+            if self._is_blocked_in(wait, name):
                 return self._whereabouts.place_of_thread(wait.thread)
-        return self._whereabouts.place(pending.name[0])
+        return self._whereabouts.place(name[0])
 
     # -- judging ------------------------------------------------------------------------------------------------------
 
-    def _on_state(self, source: int, body: bytes) -> None:
-        state = decode(source, body, ProgressReport)
-        run = None if state is None else self._communicator.runs.get((state.channel, state.sequence))
-        if state is None or run is None or source not in run.members:
-            return
-        if state.belief not in ("", run.belief):
-            self._communicator.disagreement.heard_belief(run, source, state.belief)
-        elif run.asked_at is not None:
-            run.answers[source] = state
-            if run.answers.keys() >= set(self.others(run)):
-                self._communicator.check_soon()
+    def heard(self, now: float, source: int, said: ProgressQuery | ProgressReport) -> None:
+        name = said.channel, said.sequence
+        run, silence = self._machine.under_way.get(name), self._silences.get(name)
+        if isinstance(said, ProgressQuery):
+            self._machine.send(source, self._report(name))
+        elif run is not None and said.belief not in ("", run.belief):
+            self._machine.disagreement.heard(now, source, Believes(*name, said.belief, None))
+        elif run is not None and silence is not None and source in self._machine.others(run.request):
+            silence.answers[source] = said
+            if self._all_have_answered(run, silence):
+                self._machine.look_in(0.0)
 
-    def _conclude(self, run: CollectiveRun, silent_s: float) -> None:
-        run.asked_at = None
-        hopeless = self._hopeless(run)
-        culprits = self._culprits(run)
+    def _conclude(self, now: float, run: UnderWay, silence: Silence) -> None:
+        silent_s = now - silence.since
+        hopeless = self._hopeless(run, silence)
+        culprits = self._culprits(run, silence)
         if hopeless:
-            self._communicator.failures.fail_streams({run.name: run.members, **hopeless}, self._mismatch(run))
+            error = self._mismatch(run, silence)
+            self._machine.found(now, run.request, error)
+            for name, members in hopeless.items():
+                self._machine.propose(now, as_failed(name, members, error))
         elif silent_s > self._timeouts.arrive_s:
-            doing = self._explained(run, culprits[0])
-            self._communicator.failures.fail(run, WireTimeout(culprits[0], run.belief, silent_s, doing))
-        elif self._is_time_to_warn(run, self._wire.now()):
-            run.warned_at = self._wire.now()
-            doing = "; ".join(f"{ranks}: {what}" for ranks, what in self._who_does_what(run, culprits))
+            doing = self._explained(run, silence, culprits[0])
+            self._machine.found(now, run.request, WireTimeout(culprits[0], run.belief, silent_s, doing))
+        elif now - silence.warned_at > self._timeouts.warn_s:
+            silence.warned_at = now
+            doing = "; ".join(f"{ranks}: {what}" for ranks, what in self._who_does_what(run, silence, culprits))
             log.warning(
                 "rank %d: still waiting for %s in %s after %.0f s, at %s. %s.",
-                self._wire.rank, ranks_text(culprits), run.belief, silent_s, self.place_in(run.pending), doing,
+                self._roster.rank, ranks_text(culprits), run.belief, silent_s, self.place_in(run.name), doing,
             )  # fmt: skip
+        if not run.failing:
+            silence.asked_at = None
 
-    def _hopeless(self, run: CollectiveRun) -> dict[Name, Sequence[int]]:
+    def _hopeless(self, run: UnderWay, silence: Silence) -> dict[Name, list[int] | None]:
         """The collectives that other ranks are blocked in and that, like this one, can never end (see the module's text), with
         their members."""
-        needs, world, known = self._needs(run.pending), self._communicator.world, set(self._wire.peers)
-        found: dict[Name, Sequence[int]] = {}
-        for rank, state in run.answers.items():
+        needs = self._needs(run.request)
+        found: dict[Name, list[int] | None] = {}
+        for rank, state in silence.answers.items():
             needed = needs is None or rank in needs
             if needed and state.instead and all(self._is_circle(run, other) for other in state.instead):
-                for other in state.instead:
-                    members = world if other.members is None else [rank for rank in other.members if rank in known]
-                    found[other.channel, other.sequence] = members
+                found |= {(other.channel, other.sequence): other.members for other in state.instead}
         return found
 
-    def _is_circle(self, run: CollectiveRun, other: Elsewhere) -> bool:
+    def _is_circle(self, run: UnderWay, other: Elsewhere) -> bool:
         """Whether `other` waits for this rank, whose threads cannot begin it before `run` has ended."""
-        waits_for_us = other.needs is None or self._wire.rank in other.needs
-        if not waits_for_us or self._communicator.has_begun((other.channel, other.sequence)):
+        waits_for_us = other.needs is None or self._roster.rank in other.needs
+        if not waits_for_us or self._machine.has_begun((other.channel, other.sequence)):
             return False
         ours = self._whereabouts.blocking(other.channel)
-        return bool(ours) and all(self._blocks(wait) is run.pending for wait in ours)
+        return bool(ours) and all(self._is_blocked_in(wait, run.name) for wait in ours)
 
-    def _mismatch(self, run: CollectiveRun) -> RankMismatch:
-        lines = [f"  {ranks}: {what}" for ranks, what in self._who_does_what(run, sorted(run.members))]
+    def _mismatch(self, run: UnderWay, silence: Silence) -> RankMismatch:
+        members = sorted(self._machine.members(run.request))
+        lines = [f"  {ranks}: {what}" for ranks, what in self._who_does_what(run, silence, members)]
         return RankMismatch(
             "ranks are in different collectives and wait for each other, so none of these can ever end:\n"
             + "\n".join(lines)
@@ -217,46 +233,46 @@ class Inquiry:
             "branch on the rank, one batch less, models in another order, an exception that one rank catches."
         )
 
-    def _culprits(self, run: CollectiveRun) -> list[int]:
+    def _culprits(self, run: UnderWay, silence: Silence) -> list[int]:
         """The ranks that hold the collective up: those that have not begun it. If all have, those that do not answer; if all
         answer, those that everybody waits for."""
-        others = self.others(run)
-        absent = [rank for rank in others if rank in run.answers and not run.answers[rank].begun]
+        others, answers = sorted(self._machine.others(run.request)), silence.answers
+        absent = [rank for rank in others if rank in answers and not answers[rank].begun]
         if absent:
             return absent
-        mute = [rank for rank in others if rank not in run.answers]
+        mute = [rank for rank in others if rank not in answers]
         if mute:
             return mute
-        return run.waiting_for() or others or [self._wire.rank]
+        return run.waiting_for() or others or [self._roster.rank]
 
     # -- in words -----------------------------------------------------------------------------------------------------
 
-    def _who_does_what(self, run: CollectiveRun, ranks: Iterable[int]) -> list[tuple[str, str]]:
+    def _who_does_what(self, run: UnderWay, silence: Silence, ranks: Iterable[int]) -> list[tuple[str, str]]:
         """Ranks that do the same at the same place are named together."""
         doing: dict[str, list[int]] = {}
         for rank in ranks:
-            doing.setdefault(self._doing(run, rank), []).append(rank)
+            doing.setdefault(self._doing(run, silence, rank), []).append(rank)
         lines = [(ranks_text(group), what) for what, group in doing.items()]
         if len(lines) > MOST_LINES:
             rest = [rank for group in list(doing.values())[MOST_LINES - 1 :] for rank in group]
             lines = [*lines[: MOST_LINES - 1], (ranks_text(rest), "elsewhere, each at a place of its own")]
         return lines
 
-    def _doing(self, run: CollectiveRun, rank: int) -> str:
-        if rank == self._wire.rank:
-            return f"{run.belief}, called at {self.place_in(run.pending)}"
-        state = run.answers.get(rank)
+    def _doing(self, run: UnderWay, silence: Silence, rank: int) -> str:
+        if rank == self._roster.rank:
+            return f"{run.belief}, called at {self.place_in(run.name)}"
+        state = silence.answers.get(rank)
         if state is None:
-            return "has left the job" if self._wire.said_goodbye(rank) else "does not answer"
+            return "has left the job" if self._roster.said_goodbye(rank) else "does not answer"
         if state.begun:
             return f"{run.belief}, called at {state.place}"
         if state.instead:
             return " and ".join(f"{other.belief}, called at {other.place}" for other in state.instead)
         return f"in no collective, at {state.place}"
 
-    def _explained(self, run: CollectiveRun, rank: int) -> str:
+    def _explained(self, run: UnderWay, silence: Silence, rank: int) -> str:
         """What the rank that is to blame at the deadline does instead, and what follows from it."""
-        state = run.answers.get(rank)
+        state = silence.answers.get(rank)
         if state is None:
             return (
                 f"Its process answers heartbeats, but no questions: something holds its interpreter (py-spy dump shows what).\n"
@@ -270,7 +286,7 @@ class Inquiry:
             )
         if state.instead:
             return (
-                f"It is in {self._doing(run, rank)}.\n"
+                f"It is in {self._doing(run, silence, rank)}.\n"
                 f"All ranks must make the same calls in the same order: look at that place for what only rank {rank} does."
             )
         return (

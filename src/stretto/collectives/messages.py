@@ -1,8 +1,16 @@
 """What ranks tell each other about a collective, beside its data.
 
-    Begun            I have begun this, and believe it is ...         to those one will receive from; in a dispute to all members
-    Failed           this has failed, and so and so is to blame       to all members
-    ProgressQuery    where are you with this? (also: a knock)         to those one waits for
+Readiness, by `execute.py`, on topics of their own:
+
+    Begun            I have begun this, and believe it is ...         to those one will receive from
+    ProgressQuery    (as a knock) tell me when you begin this         to those that are too far behind
+
+Failure, by the machine of `failures.py`:
+
+    Failed           this has failed, and so and so is to blame:      to all members
+                     proposed, or settled
+    Believes         ranks disagree; I believe that this is ...       to all members
+    ProgressQuery    where are you with this?                         to those one waits for
     ProgressReport   not begun, but in that instead; or begun,        the answer
                      and waiting for these; and at this place
 
@@ -12,22 +20,23 @@ Small msgpack messages over `Wire.post`. What cannot be decoded is logged and ig
 from __future__ import annotations
 
 import logging
-from typing import Final, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import msgspec
 
+from stretto.collectives.mismatch import rank_mismatch
 from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, WireError, WireTimeout
 
 TOPIC_BEGUN: Final = 16
-TOPIC_BELIEF: Final = 17
-TOPIC_FAILED: Final = 18
-TOPIC_QUERY: Final = 19
-TOPIC_REPORT: Final = 20
+TOPIC_FAILURES: Final = 17
 TOPIC_KNOCK: Final = 21
-TOPIC_ROUND_FAILED: Final = 22
 
 log = logging.getLogger("stretto.collectives")
 Name = tuple[int, int]  # channel, sequence
+ROUNDS: Final = 1 << 32  # added to their channels: rounds and collectives are numbered independently of each other
+ERRORS: Final = (PeerLost, WireTimeout, FrameError, RankMismatch, WireError)
+KINDS: Final[dict[str, Callable[..., WireError]]] = {error.__name__: error for error in ERRORS}
 T = TypeVar("T")
 
 
@@ -40,25 +49,41 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
     channel: int
     sequence: int
     belief: str
-    place: str = ""  # where in the program, said when ranks disagree
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True):
+class Believes(msgspec.Struct, frozen=True, array_like=True, tag=1):
     channel: int
     sequence: int
-    kind: str  # "lost", "timeout", "frame", "broken" or "mismatch"
-    rank: int  # who is to blame; -1: nobody alone
-    text: str
-    waited_s: float
-    doing: str  # what that rank does instead, if it was asked
-    last: int  # all collectives of the channel up to this one have failed: mostly just `sequence`
+    belief: str
+    place: str | None  # where in the program; None: not said by that rank itself, but known from another message of its
+    is_answer: bool = False  # by a rank where it has ended
 
-    def includes(self, name: Name) -> bool:
-        channel, sequence = name
-        return channel == self.channel and not is_later(self.sequence, sequence) and not is_later(sequence, self.last)
+    @property
+    def name(self) -> Name:
+        return self.channel, self.sequence
 
 
-class ProgressQuery(msgspec.Struct, frozen=True, array_like=True):
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    channel: int  # from `ROUNDS` on: not of a collective, but of a round of the whole job
+    sequence: int
+    members: list[int] | None  # the ranks that come to this verdict together; None: all of the job
+    kind: str  # of error
+    arguments: tuple[int | float | str, ...]  # of the error
+    beliefs: dict[int, tuple[str, str]] = {}  # what ranks that disagree believe it to be, and where they are
+    settled: bool = False  # else proposed
+
+    def __post_init__(self) -> None:
+        """Refuse what no error can be made from: to whoever decodes it, it is a malformed message."""
+        if self.kind not in KINDS:
+            raise ValueError(f"no kind of error: {self.kind!r}")
+        KINDS[self.kind](*self.arguments)
+
+    @property
+    def name(self) -> Name:
+        return self.channel, self.sequence
+
+
+class ProgressQuery(msgspec.Struct, frozen=True, array_like=True, tag=3):
     channel: int
     sequence: int
 
@@ -74,7 +99,7 @@ class Elsewhere(msgspec.Struct, frozen=True, array_like=True):
     members: list[int] | None  # ranks that take part in it; None: all of the job
 
 
-class ProgressReport(msgspec.Struct, frozen=True, array_like=True):
+class ProgressReport(msgspec.Struct, frozen=True, array_like=True, tag=4):
     channel: int
     sequence: int
     begun: bool
@@ -82,6 +107,9 @@ class ProgressReport(msgspec.Struct, frozen=True, array_like=True):
     belief: str  # empty: not begun, or so long ago that it is forgotten
     place: str
     instead: list[Elsewhere]  # of every thread that could begin it; empty: some thread is free to
+
+
+FailureMessage = Failed | Believes | ProgressQuery | ProgressReport
 
 
 def decode(source: int, body: bytes, kind: type[T]) -> T | None:
@@ -92,27 +120,14 @@ def decode(source: int, body: bytes, kind: type[T]) -> T | None:
         return None
 
 
-def as_failed(name: Name, error: StrettoError, last: int | None = None) -> Failed:
-    """`last`: the last of the channel's collectives that have failed with it, if it was not this one alone."""
-    kind, rank, text, waited_s, doing = "broken", -1, str(error), 0.0, ""
-    if isinstance(error, PeerLost):
-        kind, rank, text = "lost", error.rank, error.reason
-    elif isinstance(error, WireTimeout):
-        kind, rank, text, waited_s, doing = "timeout", error.rank, error.tag, error.waited_s, error.doing
-    elif isinstance(error, FrameError):
-        kind, rank, text = "frame", error.rank, error.problem
-    elif isinstance(error, RankMismatch):
-        kind = "mismatch"
-    return Failed(*name, kind, rank, text, waited_s, doing, name[1] if last is None else last)
+def as_failed(name: Name, members: list[int] | None, error: StrettoError) -> Failed:
+    if type(error).__name__ not in KINDS:
+        error = WireError(str(error))
+    arguments: Any = error.__reduce__()[1]  # what the error is made again from
+    return Failed(*name, members, type(error).__name__, arguments)
 
 
 def as_error(failed: Failed) -> StrettoError:
-    if failed.kind == "timeout":
-        return WireTimeout(failed.rank, failed.text, failed.waited_s, failed.doing)
-    if failed.kind == "frame":
-        return FrameError(failed.rank, failed.text)
-    if failed.kind == "mismatch":
-        return RankMismatch(failed.text)
-    if failed.kind == "broken":
-        return WireError(failed.text)
-    return PeerLost(failed.rank, failed.text)
+    if failed.beliefs:
+        return rank_mismatch(*({rank: said[which] for rank, said in failed.beliefs.items()} for which in (0, 1)))
+    return KINDS[failed.kind](*failed.arguments)

@@ -82,14 +82,34 @@ class Request:
         return f"{what}, algorithm={plan.algorithm}, {among}){self.label}"
 
 
-class Outside:
+class UnderWay:
+    """A collective under way on this rank, as the failure agreement sees it (`failures.py`)."""
+
+    request: Request | Outside  # what it is
+    name: Name
+    belief: str
+    watched: bool = True  # silence and losses are to be noticed by the agreement
+    touched_at: float = 0.0  # when something of it has moved last
+    failing: bool = False  # it must not end by itself any more, for a verdict will end it
+    ticket: int = 0  # of its verdict
+
+    def waiting_for(self) -> list[int]:
+        """Ranks from which something is due now, or that have not begun what is to be sent to them."""
+        return []
+
+
+class Outside(UnderWay):
     """A collective that the torch backend carries out by itself. It has its number among the others, and is known to those who
     ask; `error` is set when it cannot come about, for whoever waits."""
 
+    members: tuple[int, ...] | None = None  # all of the job
+    part_of: Name | None = None
+    generation = 0
     needs_everybody = True
-    members = None  # all of the job
+    watched = False  # the backend notices silence and losses by itself
 
     def __init__(self, name: Name, belief: str) -> None:
+        self.request = self
         self.name = name
         self.belief = belief
         self.done = False
@@ -117,22 +137,6 @@ class Pending:
         self.made_at = time.monotonic()
         self._help_along = help_along  # one turn of the loop, where no thread turns it
         self._watch = watch
-
-    @property
-    def name(self) -> Name:
-        return self.request.name
-
-    @property
-    def belief(self) -> str:
-        return self.request.belief
-
-    @property
-    def members(self) -> tuple[int, ...] | None:
-        return self.request.members
-
-    @property
-    def needs_everybody(self) -> bool:
-        return self.request.needs_everybody
 
     @property
     def done(self) -> bool:

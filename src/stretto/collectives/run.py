@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
-from stretto.collectives.messages import ProgressReport
+from stretto.collectives.failures import HasFailed
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import dtype_code
-from stretto.collectives.request import ROOTED, Pending, Request
+from stretto.collectives.request import ROOTED, Pending, Request, UnderWay
 from stretto.collectives.schedule import Action, Schedule, Task, compile_encoded, compile_plan
 from stretto.errors import FrameError, MalformedPayload, WireError
 from stretto.wire.base import Consume, Handle, Tag
@@ -48,24 +48,17 @@ def _some_only_send(request: Request) -> bool:
     return plan.kind in ROOTED or (plan.kind is Kind.REDUCE_SCATTER and request.tensor.numel() < plan.size)
 
 
-class CollectiveRun:
+class CollectiveRun(UnderWay):
     """One collective in progress on this rank."""
 
-    __slots__ = (
-        "accumulators", "answers", "ask_after_s", "asked_at", "asked_since", "belief", "beliefs", "code", "communicator",
-        "confirmed", "counts", "digest", "disputed_at", "eager", "held", "members", "name", "opened", "pending", "places",
-        "probed", "pumping", "ready", "remaining", "request", "schedule", "started_at", "touched_at", "unasked", "unusable",
-        "warned_at",
-    )  # fmt: skip
-
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:
-        request = pending.request
+        self.request: Request = pending.request
+        request = self.request
         self.communicator = communicator
         self.pending = pending
-        self.request = request
         self.name = request.name
-        self.members = communicator.members(request)
         self.belief = request.belief
+        self.touched_at = now
         self.digest = zlib.crc32(self.belief.encode())
         self.code = dtype_code(request.tensor.dtype) if request.message_codec is None else PLAIN_BYTES
         self.schedule = _schedule(request)
@@ -80,15 +73,6 @@ class CollectiveRun:
         self.unasked: Counter[int] = Counter()  # bytes sent to receivers that have not
         self.unusable: Exception | None = None  # why what arrived could not be taken in
         self.accumulators = communicator.buffers_for(request, self.schedule)
-        self.started_at = self.touched_at = self.warned_at = now
-        self.asked_at: float | None = None  # everybody was asked then, and the verdict is out
-        self.asked_since: float | None = None  # when the silence began in which everybody was asked last
-        self.ask_after_s = 0.0  # how long it must have lasted before they are asked again
-        self.probed = False
-        self.answers: dict[int, ProgressReport] = {}
-        self.disputed_at: float | None = None
-        self.beliefs: dict[int, str] = {}  # what other ranks believe it to be
-        self.places: dict[int, str] = {}  # where each rank was when it heard that ranks disagree
 
     def pump(self) -> None:
         """Start every task that may start. Tasks that finish at once make others ready, hence the loop, not recursion."""
@@ -103,7 +87,7 @@ class CollectiveRun:
         except Exception as error:
             self.communicator.broke(self.pending, error)
         self.pumping = False
-        if self.remaining == 0 and not self.pending.done and self.disputed_at is None and not self.unconfirmed():
+        if self.remaining == 0 and not self.pending.done and not self.failing and not self.unconfirmed():
             self.communicator.completed(self)
 
     def _start(self, number: int) -> None:
@@ -178,7 +162,7 @@ class CollectiveRun:
             return
         error = handle.error or self.unusable
         if isinstance(error, WireError):
-            self.communicator.failures.transfer_failed(self, error)
+            self.communicator.tell(HasFailed(self.request, error))
             return
         if error is not None:
             self.communicator.broke(self.pending, error)
@@ -200,7 +184,6 @@ class CollectiveRun:
         return self.schedule.destinations - self.opened if self.confirmed else frozenset()
 
     def waiting_for(self) -> list[int]:
-        """Ranks from which something is due now, or that have not begun what is to be sent to them."""
         tasks, counts = self.schedule.tasks, self.counts
         missing = {peer for peer, numbers in self.held.items() if numbers} | self.unconfirmed()
         if self.remaining:

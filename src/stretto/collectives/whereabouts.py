@@ -25,9 +25,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final, NamedTuple
 
+from stretto.collectives.recent import Recent
 from stretto.collectives.request import Outside, Pending
 
 REMEMBERED: Final = 8  # how many of a channel's last collectives say whose it is
+CHANNELS: Final = 1024  # of how many channels it is known; any other may be any thread's
 LONGEST_PATH: Final = 120
 OURS: Final = frozenset({"stretto", "torch"})
 
@@ -46,10 +48,10 @@ class Whereabouts:
 
     def __init__(self) -> None:
         self._home = threading.get_ident()
-        self._users: dict[int, deque[int]] = {}
+        self._users: Recent[int, deque[int]] = Recent(CHANNELS)
         self._waits: dict[int, Wait] = {}
         self._carried: Counter[int] = Counter()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may use a channel while its thread is about to
 
     # -- told by the threads ------------------------------------------------------------------------------------------
 
@@ -60,9 +62,12 @@ class Whereabouts:
             users = self._users_of(channel, sys._current_frames())
             return next(iter(users)) if len(users) == 1 else None
         thread = threading.get_ident()
-        if channel not in self._users:
-            self._users.setdefault(channel, deque(maxlen=REMEMBERED))
-        self._users[channel].append(thread)
+        with self._lock:
+            if channel in self._users:
+                self._users.move_to_end(channel)
+            else:
+                self._users[channel] = deque(maxlen=REMEMBERED)
+            self._users[channel].append(thread)
         return thread
 
     def begin_wait(self, channel: int, pending: Pending | Outside | None = None) -> Wait | None:
@@ -94,6 +99,8 @@ class Whereabouts:
         """So many more (or fewer) exchanges are carried on in this channel, whatever the thread that began them does."""
         with self._lock:  # the thread that begins them and the one that carries them
             self._carried[channel] += exchanges
+            if not self._carried[channel]:
+                del self._carried[channel]
 
     # -- asked for another rank ---------------------------------------------------------------------------------------
 
@@ -119,8 +126,9 @@ class Whereabouts:
         return place_of(sys._current_frames().get(thread))
 
     def _users_of(self, channel: int, alive: dict[int, FrameType]) -> set[int]:
-        users = alive.keys() & set(self._users.get(channel, ()))
-        return users or alive.keys() & {thread for threads in list(self._users.values()) for thread in tuple(threads)}
+        with self._lock:
+            users = alive.keys() & set(self._users.get(channel, ()))
+            return users or alive.keys() & {thread for threads in self._users.values() for thread in threads}
 
 
 def place_of(frame: FrameType | None) -> str:
