@@ -11,11 +11,11 @@ from fractions import Fraction
 from pathlib import Path
 
 from closed_forms import FORMULAS, HIERARCHICAL_TEXT
+from plan_pictures import as_svg
 
 from stretto.collectives.catalogue import CATALOGUE, Entry
 from stretto.collectives.plan import Kind
 from stretto.plan.costs import plan_cost
-from stretto.testing.diagrams import as_svg
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- table: written by draw_collectives.py -->", "<!-- end of table -->"

@@ -88,7 +88,7 @@ def test_init_again_gives_the_same_job_unless_it_asks_for_another(alone: None) -
     with pytest.raises(ConfigurationError, match="wire='pigeon' is not known"):
         stretto.init(wire="pigeon")  # type: ignore[arg-type]
     stretto.shutdown()
-    assert stretto.init(wire="gloo") is not job and stretto.init(wire="gloo").backend == "gloo"
+    assert stretto.init(wire="gloo") is not job and "gloo" in stretto.init(wire="gloo").wire_names
 
 
 def test_all_threads_of_a_process_are_in_its_job_and_a_thread_may_have_one_of_its_own(alone: None) -> None:

@@ -227,7 +227,7 @@ def start(forker: Forker, tmp_path: Path) -> Iterator[Start]:
 
 def start_coordinator(workers: int, secret: str) -> tuple[subprocess.Popen[bytes], str]:
     reading, writing = os.pipe()
-    command = [sys.executable, "-m", "stretto.launching.coordinator", "--bind", "127.0.0.1:0", "--plain"]
+    command = [sys.executable, "-m", "stretto.launching.coordinator", "--bind", "127.0.0.1:0"]
     command += ["--world-size", str(workers), "--ready-fd", str(writing)]
     coordinator = subprocess.Popen(command, pass_fds=[writing], env={**os.environ, "STRETTO_SECRET": secret})
     os.close(writing)

@@ -20,7 +20,7 @@ from stretto.collectives.plan import Kind
 from stretto.errors import ConfigurationError, PeerLost, RankMismatch
 from stretto.job import Job, join, was_made
 from stretto.launching.detect import Launch
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.plan.choose import Choices, Trial
 from stretto.plan.costs import LinkCosts
 from stretto.testing import run_threads

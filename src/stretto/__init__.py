@@ -27,32 +27,7 @@ if TYPE_CHECKING:
     from stretto.checkpoint import Resumed as Resumed
     from stretto.checkpoint import load as load
     from stretto.checkpoint import save as save
-    from stretto.collective_api import all_gather as all_gather
-    from stretto.collective_api import all_reduce as all_reduce
-    from stretto.collective_api import all_to_all as all_to_all
-    from stretto.collective_api import barrier as barrier
-    from stretto.collective_api import broadcast as broadcast
-    from stretto.collective_api import gather as gather
-    from stretto.collective_api import gather_object as gather_object
-    from stretto.collective_api import group as group
-    from stretto.collective_api import recv as recv
-    from stretto.collective_api import reduce as reduce
-    from stretto.collective_api import reduce_scatter as reduce_scatter
-    from stretto.collective_api import scatter as scatter
-    from stretto.collective_api import send as send
-    from stretto.collective_api import split as split
-    from stretto.collective_api import start_all_gather as start_all_gather
-    from stretto.collective_api import start_all_reduce as start_all_reduce
-    from stretto.collective_api import start_all_to_all as start_all_to_all
-    from stretto.collective_api import start_barrier as start_barrier
-    from stretto.collective_api import start_broadcast as start_broadcast
-    from stretto.collective_api import start_gather as start_gather
-    from stretto.collective_api import start_recv as start_recv
-    from stretto.collective_api import start_reduce as start_reduce
-    from stretto.collective_api import start_reduce_scatter as start_reduce_scatter
-    from stretto.collective_api import start_scatter as start_scatter
-    from stretto.collective_api import start_send as start_send
-    from stretto.collective_api import world as world
+    from stretto.collective_api import *  # noqa: F403  # all that is public there is public here
     from stretto.collectives.group import Group as Group
     from stretto.collectives.started import Started as Started
     from stretto.compress.bfloat16 import BFloat16 as BFloat16
@@ -81,22 +56,7 @@ if TYPE_CHECKING:
     from stretto.distributing import release as release
     from stretto.distributing import synchronize as synchronize
     from stretto.distributing import weight as weight
-    from stretto.errors import BackwardFailed as BackwardFailed
-    from stretto.errors import CheckpointError as CheckpointError
-    from stretto.errors import ConfigurationError as ConfigurationError
-    from stretto.errors import FrameError as FrameError
-    from stretto.errors import JobError as JobError
-    from stretto.errors import MalformedPayload as MalformedPayload
-    from stretto.errors import NonFiniteGradient as NonFiniteGradient
-    from stretto.errors import PeerLost as PeerLost
-    from stretto.errors import RankMismatch as RankMismatch
-    from stretto.errors import RendezvousError as RendezvousError
-    from stretto.errors import SecretError as SecretError
-    from stretto.errors import StrettoError as StrettoError
-    from stretto.errors import UnreachableError as UnreachableError
-    from stretto.errors import WireError as WireError
-    from stretto.errors import WireTimeout as WireTimeout
-    from stretto.errors import WorkerFailed as WorkerFailed
+    from stretto.errors import *  # noqa: F403
     from stretto.launching.spawn import launch as launch
     from stretto.optim.lamb import LAMB as LAMB
     from stretto.optim.lars import LARS as LARS

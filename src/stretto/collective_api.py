@@ -11,19 +11,17 @@ belong to the collective. Any number may be under way.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 from torch import Tensor
 
 from stretto.api import Algorithm, current_job
 from stretto.collectives import calls
 from stretto.collectives.admission import Number, as_before, as_number, as_tensor
-from stretto.collectives.group import Group
+from stretto.collectives.group import Among, Group
 from stretto.collectives.reduction import Op
 from stretto.collectives.started import Started
 from stretto.errors import ConfigurationError
-
-Among = Group | Literal["world"]
 
 
 def _group(given: object) -> Group:

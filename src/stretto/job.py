@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 from multiprocessing.util import Finalize
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -20,13 +20,12 @@ from stretto.collectives.execute import Communicator
 from stretto.collectives.group import Group
 from stretto.collectives.plan import Kind
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
-from stretto.collectives.request import Outside
 from stretto.collectives.started import Started
-from stretto.errors import ConfigurationError, StrettoError
+from stretto.errors import ConfigurationError
 from stretto.launching.detect import Launch
 from stretto.launching.introduce import farewell, find_rendezvous, introduce, local_address
 from stretto.launching.ledger_file import write_ledger
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.observe import trace
 from stretto.observe.clocks import clock_offset
 from stretto.observe.ledger import Ledger
@@ -36,6 +35,9 @@ from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
 from stretto.wire.tcp import TcpWire
 from stretto.wire.zeromq import ZeroMQWire
+
+if TYPE_CHECKING:
+    from stretto.wire.torch_native import NativeGroup
 
 WireName = Literal["auto", "tcp", "zeromq", "gloo", "nccl"]
 WIRES: tuple[str, ...] = ("auto", "tcp", "zeromq", "gloo", "nccl")
@@ -47,10 +49,10 @@ class Job:
     group of all workers."""
 
     def __init__(
-        self, launch: Launch, peers: list[Peer], wire: Wire | None, timeouts: Timeouts, backend: str | None = None
+        self, launch: Launch, peers: list[Peer], wire: Wire | None, timeouts: Timeouts, native: NativeGroup | None = None
     ) -> None:
         self.launch = launch
-        self.backend = backend  # of torch.distributed, if tensors travel through it
+        self.native = native  # a process group of torch's, for algorithm="native"
         self.peers = peers
         self.wire = wire
         self.timeouts = timeouts
@@ -74,7 +76,6 @@ class Job:
         self.whereabouts = self.endpoint.whereabouts
         self.world = Group(self.endpoint, tuple(range(self.world_size)))
         self.start, self.run, self.new_channel = self.world.start, self.world.run, self.world.new_channel
-        self.check_rank = self.world.check_rank
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -133,12 +134,9 @@ class Job:
         return self.world.workers_per_host
 
     def _native_all_reduce(self, tensor: torch.Tensor, op: str, group: Group, label: str) -> None:
-        from stretto.wire.torch_group import TorchGroupWire  # brings in torch.distributed, which others do without
-
-        wire = self.wire
-        if group.size == 1 and self.backend is not None:
+        if group.size == 1 and not self.wire_names.isdisjoint(("gloo", "nccl")):
             return
-        if not isinstance(wire, TorchGroupWire):
+        if self.native is None:
             raise ConfigurationError(
                 'all_reduce(algorithm="native") is the torch backend\'s own collective, and this job runs on another wire.\n'
                 'Start it with stretto.init(wire="gloo") or stretto.init(wire="nccl"), or use algorithm="auto".'
@@ -148,24 +146,9 @@ class Job:
                 f'all_reduce(algorithm="native", group={group!r}): the torch backend was joined by all workers of the job, and '
                 f'its collectives take all of them.\nUse algorithm="auto" in a group.'
             )
-        communication = self._communication
-        assert communication is not None
-        name = group.next_name(group.channel)
-        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-        belief = f"all_reduce({dtype_name(tensor.dtype)}[{tensor.numel()}], op={op}, algorithm=native)"
-        other = Outside(name, belief + label)
-
-        def given_up() -> StrettoError | None:
-            communication.communicator.look_at_the_clock()
-            return other.error
-
-        def carry_out() -> None:
-            with communication.communicator.outside(other):
-                patience_s = self.timeouts.arrive_s
-                wire.native_all_reduce(tensor, op, name[1], patience_s, stream, label=label, given_up=given_up)
-
-        with self.whereabouts.waiting(group.channel, other):
-            communication.call(carry_out)
+        dtype, size = dtype_name(tensor.dtype), self.world_size
+        what = f"all_reduce({dtype}[{tensor.numel()}], op={op}, algorithm=native, world_size={size}){label}"
+        self.native.all_reduce(tensor, op, what, lambda: self.barrier(f" before {what}"))
 
     @property
     def device(self) -> torch.device:
@@ -210,6 +193,8 @@ class Job:
                 self.wire.close()
             else:
                 self.wire.abandon()
+            if self.native is not None:
+                self.native.stop()
             if self.launch.ledger is not None:
                 write_ledger(self.launch.ledger, self.wire.bytes_sent)
         else:
@@ -275,7 +260,7 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
     check_wire(wire)
     backend = wire if wire in ("gloo", "nccl") else None
     if launch.world_size == 1:
-        job = Job(launch, introduce(launch, "", timeouts).peers, None, timeouts, backend)
+        job = Job(launch, introduce(launch, "", timeouts).peers, None, timeouts)
         job.wire_names |= {wire} if backend else {"tcp", "zeromq"}  # nothing travels
         return job
     if launch.encrypt and wire not in ("auto", "zeromq"):
@@ -291,8 +276,7 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
     except BaseException:
         ours.abandon()
         raise
-    whole = ours if backend is None else _through_torch(backend, ours, timeouts)
-    job = Job(launch, table.peers, whole, timeouts, backend)
+    job = Job(launch, table.peers, ours, timeouts, None if backend is None else _native_group(backend, ours, timeouts))
     job.wire_names |= {backend or ("tcp" if isinstance(ours, TcpWire) else "zeromq")}
     return job
 
@@ -307,15 +291,16 @@ def make_wire(launch: Launch, timeouts: Timeouts, wire: WireName) -> TcpWire | Z
     return TcpWire(launch.rank, launch.world_size, write_in_thread=_processors_to_spare(launch), **common)
 
 
-def _through_torch(backend: str, ours: TcpWire | ZeroMQWire, timeouts: Timeouts) -> Wire:
-    from stretto.wire.torch_group import TorchGroupWire, torch_group
+def _native_group(backend: str, ours: Wire, timeouts: Timeouts) -> NativeGroup:
+    from stretto.wire.torch_group import torch_group  # brings in torch.distributed, which others do without
+    from stretto.wire.torch_native import NativeGroup
 
     try:
         group = torch_group(backend, ours.rank, ours.world_size, timeout_s=timeouts.connect_s)
+        return NativeGroup(group, ours, timeouts.arrive_s)
     except BaseException:
         ours.abandon()
         raise
-    return TorchGroupWire(ours, group, timeouts=timeouts)
 
 
 def _processors_to_spare(launch: Launch) -> bool:

@@ -19,7 +19,7 @@ import pytest
 
 from stretto.collectives.failures import FailureAgreement, HasBegun, HasEnded, HasFailed
 from stretto.collectives.messages import ROUNDS, Believes, Failed, Name
-from stretto.collectives.request import Outside
+from stretto.collectives.request import UnderWay
 from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, WireTimeout
 from stretto.protocol.machine import Actions, HeaderReader, SendMessage
@@ -45,13 +45,16 @@ KINDS: dict[str, set[type[StrettoError]]] = {
 Verdict = tuple[type[StrettoError], int]
 
 
-class Part(Outside):
-    """One member's part of a collective."""
+class Part(UnderWay):
+    """One member's part of a collective, which says of itself what a `Request` does."""
 
-    watched = True
+    generation = 0
+    needs_everybody = True
 
     def __init__(self, name: Name, members: tuple[int, ...], rank: int, belief: str, part_of: Name | None, now: float) -> None:
-        super().__init__(name, belief)
+        self.request: Any = self
+        self.name, self.belief = name, belief
+        self.done, self.error = False, None
         self.members, self.part_of, self.touched_at = members, part_of, now
         self.others = [other for other in members if other != rank]
 
@@ -201,7 +204,7 @@ class Scenario:
         elif wrong == "belief" and rank != odd and chance.random() < 0.5:
             network.at(at_s, lambda: network.send(odd, rank, Believes(*name, "another", None)))  # its first message
         elif wrong == "transfer" and rank != odd and chance.random() < 0.5:
-            network.at(at_s, lambda: self._say(part, rank, HasFailed(part, FrameError(odd, "nonsense"))))
+            network.at(at_s, lambda: self._say(part, rank, HasFailed(part.request, FrameError(odd, "nonsense"))))
         elif not wrong:
             network.at(at_s, lambda: self._try_to_complete(part, rank))
 

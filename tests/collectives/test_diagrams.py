@@ -8,12 +8,13 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
+from plan_pictures import as_svg
 
 from stretto.collectives.catalogue import CATALOGUE, Entry
 from stretto.collectives.plan import Send
 from stretto.collectives.ring import ring
 from stretto.collectives.round_robin import round_robin
-from stretto.testing.diagrams import as_svg, as_text
+from stretto.testing.diagrams import as_text
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"

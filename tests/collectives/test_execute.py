@@ -423,7 +423,7 @@ def test_a_bug_in_the_loop_reaches_the_caller(caplog: pytest.LogCaptureFixture) 
     def burst(source: int, body: bytes) -> None:
         raise ZeroDivisionError("a bug")
 
-    thread.call(lambda: wires[0].listen(40, burst))
+    thread.loop.call(lambda: wires[0].listen(40, burst)).result(10)
     pending = thread.start(Request(catalogue.plan(Kind.ALL_REDUCE, "ring", 0, 2), torch.zeros(3)))
     wires[1].post(0, 40, b"")
     with pytest.raises(StrettoError, match="the communication thread failed: ZeroDivisionError") as caught:

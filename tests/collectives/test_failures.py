@@ -20,7 +20,7 @@ from stretto.collectives.plan import Kind
 from stretto.collectives.request import Request
 from stretto.collectives.run import EAGER_BYTES
 from stretto.errors import FrameError, PeerLost, RankMismatch, WireError, WireTimeout
-from stretto.launching.membership import ranks_text
+from stretto.launching.peers import ranks_text
 from stretto.testing import run_threads, run_virtual
 from stretto.testing.faults import Cut, Kill, Pause
 from stretto.testing.network_model import Link, NetworkModel

@@ -28,7 +28,7 @@ from stretto.collectives.started import Started
 from stretto.errors import ConfigurationError, PeerLost, RankMismatch, StrettoError, WireTimeout
 from stretto.job import Job
 from stretto.launching.detect import Launch
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.testing import run_jobs, run_threads, run_virtual
 from stretto.testing.faults import Cut, Kill
 from stretto.testing.network_model import Link, NetworkModel

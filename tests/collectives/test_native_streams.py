@@ -12,21 +12,8 @@ from collectives.test_streams import stream
 from stretto.collectives import inquiry
 from stretto.errors import RankMismatch
 from stretto.job import Job
-from stretto.launching.detect import Launch
-from stretto.launching.membership import Peer
-from stretto.testing import run_threads
 from stretto.timeouts import Timeouts
-from stretto.wire.torch_group import TorchGroupWire
-from wire.test_torch_group import gloo_world
-
-
-def job_on(wire: TorchGroupWire) -> Job:
-    launch = Launch(
-        rank=wire.rank, world_size=3, local_rank=wire.rank, local_world_size=3, rendezvous=None, secret=None, encrypt=False,
-        launcher="stretto",
-    )  # fmt: skip
-    peers = [Peer(rank, rank, "here", "127.0.0.1:1", 1) for rank in range(3)]
-    return Job(launch, peers, wire, Timeouts(arrive_s=30.0), "gloo")
+from wire.test_torch_group import run
 
 
 def native(job: Job, label: str = "") -> None:
@@ -47,8 +34,8 @@ WAYS: dict[str, tuple[Callable[[Job], None], str]] = {
 def test_a_rank_elsewhere_while_others_are_in_a_native_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inquiry, "ASK_S", 0.05)
 
-    def program(wire: TorchGroupWire) -> list[str]:
-        job, texts = job_on(wire), []
+    def program(job: Job) -> list[str]:
+        texts = []
         for way, _ in WAYS.values():
             native(job)
             with pytest.raises(RankMismatch) as caught:
@@ -57,10 +44,8 @@ def test_a_rank_elsewhere_while_others_are_in_a_native_collective(monkeypatch: p
         with pytest.raises(RankMismatch):  # both streams were given up, on all ranks
             (native if job.rank == 1 else partial(stream, channel=2, number=0))(job)
         native(job)
-        job.close(goodbye=True)
         return texts
 
-    with gloo_world(3) as wires:
-        for texts in run_threads(3, program, wires=wires, timeout_s=60):
-            for text, (_, odd) in zip(texts, WAYS.values(), strict=True):
-                assert odd in text and "all_reduce(float32[4], op=sum, algorithm=native" in text
+    for texts in run(3, program, Timeouts(arrive_s=30.0)):
+        for text, (_, odd) in zip(texts, WAYS.values(), strict=True):
+            assert odd in text and "all_reduce(float32[4], op=sum, algorithm=native" in text

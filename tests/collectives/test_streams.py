@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from collectives.ranks import Rank, integers
-from stretto.collectives import failures, inquiry
+from stretto.collectives import catalogue, failures, inquiry
 from stretto.collectives.plan import Kind
-from stretto.collectives.request import Outside
+from stretto.collectives.request import Pending, Request
 from stretto.collectives.whereabouts import Whereabouts
 from stretto.errors import RankMismatch, WireError, WireTimeout
 from stretto.job import Job
-from stretto.launching.membership import ranks_text
+from stretto.launching.peers import ranks_text
 from stretto.testing import run_jobs, run_virtual
 from stretto.testing.network_model import Link, NetworkModel
 from stretto.testing.virtual import VirtualWire
@@ -496,10 +496,11 @@ def test_a_thread_of_autograds_acts_for_the_thread_that_owns_the_stream() -> Non
 def test_waits_may_end_in_any_order_and_leave_nothing() -> None:
     """Backward has a thread for each GPU, and both act for the one that called it; a signal handler may wait within a wait."""
     whereabouts = Whereabouts()
-    first, second = Outside((2, 0), ""), Outside((2, 1), "")
+    plan = catalogue.plan(Kind.BARRIER, "dissemination", 0, 2)
+    first, second = (Pending(Request(plan, torch.empty(0), channel=2, sequence=number)) for number in range(2))
     one, two = whereabouts.begin_wait(2, first), whereabouts.begin_wait(2, second)
     assert whereabouts.waits() == [two]
-    first.done = True
+    first.finish(None)
     whereabouts.end_wait(one)
     whereabouts.end_wait(two)
     assert whereabouts.waits() == []

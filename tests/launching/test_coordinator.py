@@ -19,7 +19,7 @@ import zmq
 from stretto.errors import JobError
 from stretto.launching.coordinator import PREFIX, Coordinator, open_coordinator, why_unreachable
 from stretto.launching.hosts import host_identity, split_address
-from stretto.launching.membership import PROTOCOL, FromCoordinator, Join, Leave, Refused, Table, Waiting
+from stretto.launching.introduction_messages import PROTOCOL, FromCoordinator, Join, Leave, Refused, Table, Waiting
 from stretto.launching.zap import secure_client
 
 SECRET = bytes(range(32))
@@ -162,13 +162,14 @@ def test_an_address_of_another_machine_is_a_job_error_that_names_it(bind: str) -
 
 def test_it_ends_when_its_parent_is_killed() -> None:
     program = (
-        "import subprocess, sys, time\n"
+        "import os, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-m', 'stretto.launching.coordinator', '--bind', '127.0.0.1:0',"
-        " '--world-size', '2', *sys.argv[1:]], stderr=subprocess.PIPE, text=True)\n"
-        "print(child.pid, child.stderr.readline(), flush=True)\n"
+        " '--world-size', '2', '--ready-fd', '1', *(word or str(os.getpid()) for word in sys.argv[1:])],"
+        " stdout=subprocess.PIPE, text=True)\n"
+        "print(child.pid, child.stdout.readline(), flush=True)\n"
         "time.sleep(600)\n"
     )
-    for options in (["--die-with-parent"], []):
+    for options in (["--die-with-parent", ""], []):
         parent = subprocess.Popen(
             [sys.executable, "-c", program, *options],
             env=os.environ | {"STRETTO_SECRET": SECRET.hex()},

@@ -29,7 +29,8 @@ from stretto.launching import introduce as introduce_module
 from stretto.launching.detect import Launch, detect
 from stretto.launching.hosts import host_identity, split_address
 from stretto.launching.introduce import farewell, find_rendezvous, introduce, local_address
-from stretto.launching.membership import FromCoordinator, FromWorker, Peer, Table, Waiting
+from stretto.launching.introduction_messages import FromCoordinator, FromWorker, Table, Waiting
+from stretto.launching.peers import Peer
 from stretto.timeouts import Timeouts
 
 SECRET = bytes(range(32))
@@ -107,7 +108,7 @@ def a_dead_port() -> Iterator[str]:
 def test_three_workers_meet_say_goodbye_and_the_coordinator_ends_and_every_job_has_a_nonce_of_its_own() -> None:
     nonces: list[bytes] = []
     for encrypt in (False, True):
-        with coordinator(3, "--encrypted" if encrypt else "--plain") as (process, address):
+        with coordinator(3, *(["--encrypted"] if encrypt else [])) as (process, address):
             nonces.append(check_meeting(process, [launch_of(rank, 3, address, encrypt=encrypt) for rank in range(3)]))
     assert len(set(nonces)) == 2 and min(map(len, nonces)) == 32
 
@@ -184,7 +185,7 @@ def test_who_waits_is_told_at_once_that_somebody_with_another_secret_was_refused
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_disagreement_on_encryption_is_named(encrypt: bool) -> None:
     with (
-        coordinator(2, "--plain" if encrypt else "--encrypted") as (_, address),
+        coordinator(2, *([] if encrypt else ["--encrypted"])) as (_, address),
         pytest.raises(ConfigurationError, match="STRETTO_ENCRYPT"),
     ):
         worker(launch_of(0, 2, address, encrypt=encrypt))()

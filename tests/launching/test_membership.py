@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.launching.membership import (
+from stretto.launching.introduction_messages import (
     CHECKER,
     DOOR,
-    LINGER_S,
     Ask,
     Check,
     Checked,
@@ -22,16 +21,14 @@ from stretto.launching.membership import (
     FromWorker,
     Join,
     Leave,
-    Membership,
-    Peer,
-    Phase,
     Refusal,
     Refused,
     Table,
     Waiting,
     Why,
-    ranks_text,
-)  # fmt: skip
+)
+from stretto.launching.membership import LINGER_S, Membership, Phase
+from stretto.launching.peers import Peer, ranks_text
 from stretto.protocol.machine import Actions, Machine, SendMessage, SetTimer
 from stretto.protocol.timers import Timers
 from stretto.testing.faults import Fault, Kill, Pause

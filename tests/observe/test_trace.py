@@ -22,7 +22,7 @@ from stretto.distributing import distribute
 from stretto.errors import ConfigurationError
 from stretto.job import Job
 from stretto.launching.detect import Launch, detect
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.observe import compute, ledger, trace
 from stretto.observe.clocks import enclose
 from stretto.observe.merge import merge, missing_ranks, read, total

@@ -11,7 +11,7 @@ import threading
 import time
 
 from protocol.machines import Read, Register, TokenRing, Write
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.protocol.loop import Loop
 from stretto.timeouts import Timeouts
 from stretto.wire.tcp import TcpWire

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 
 
 class Cable:

@@ -398,7 +398,7 @@ class WireContract:
 
                 def on_message(source: int, header: bytes, payload: memoryview) -> None:
                     assert bytes(payload) == header * num_bytes
-                    serving = wire.inner._serving if hasattr(wire, "inner") else wire._serving  # type: ignore[attr-defined]
+                    serving = wire._serving  # type: ignore[attr-defined]
                     undelivered.append(serving._inflows[0, 3].held)
                     got.append(header[0])
 

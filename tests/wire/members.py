@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import ConfigurationError, PeerLost
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.wire.base import Handle, Tag, Wire
 from wire.contract import receive, send
 

@@ -16,15 +16,16 @@ import msgspec
 import pytest
 
 from stretto.errors import FrameError, PeerLost, WireError
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
 from stretto.wire import frames, mailbox
 from stretto.wire.base import Tag
-from stretto.wire.framed import TOPIC_ANSWER, TOPIC_HELLO, TOPIC_OFFER, FramedWire
+from stretto.wire.framed import TOPIC_HELLO, FramedWire
 from stretto.wire.frames import FrameKind, Header
+from stretto.wire.mapping import MappingOffer
 from stretto.wire.serving import CREDIT, HEAD, MESSAGE_BYTES, RETURN, TOPIC_CREDIT, TOPIC_HEAD
-from stretto.wire.shared_memory import Offer
+from stretto.wire.sharing import TOPIC_ANSWER, TOPIC_OFFER
 from stretto.wire.tcp import TcpWire
 from stretto.wire.zeromq import ZeroMQWire
 from wire.contract import Meeting, exchange_once, progress_until, receive
@@ -222,9 +223,9 @@ HARMLESS_FRAMES: dict[str, bytes] = {
     "acknowledgements of nothing": frame(FrameKind.ACK, ROGUE, b"\1\0\0\0\xff\xff\xff\xff"),
     "an answer to no offer": post(ROGUE, TOPIC_ANSWER, b"\xc1"),
     "an offer that is no offer": post(ROGUE, TOPIC_OFFER, b"\xc1\xff"),
-    "an offer with a bad path": post(ROGUE, TOPIC_OFFER, msgspec.msgpack.encode(Offer("/\0", bytes(64), 1 << 20))),
-    "an offer of too much": post(ROGUE, TOPIC_OFFER, msgspec.msgpack.encode(Offer("/dev/zero", bytes(64), 2**40))),
-    "an offer of a device": post(ROGUE, TOPIC_OFFER, msgspec.msgpack.encode(Offer("/dev/zero", bytes(64), 1 << 20))),
+    "an offer with a bad path": post(ROGUE, TOPIC_OFFER, msgspec.msgpack.encode(MappingOffer("/\0", bytes(64), 1 << 20))),
+    "an offer of too much": post(ROGUE, TOPIC_OFFER, msgspec.msgpack.encode(MappingOffer("/dev/zero", bytes(64), 2**40))),
+    "an offer of a device": post(ROGUE, TOPIC_OFFER, msgspec.msgpack.encode(MappingOffer("/dev/zero", bytes(64), 1 << 20))),
     "a post on a topic without listener": post(ROGUE, 4_000_000, b"?"),
     "a message nobody asked for": frame(FrameKind.INLINE, ROGUE, b"x", index=99),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import ConfigurationError, PeerLost
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.testing import run_threads, wait_for
 from stretto.testing.faults import Kill
 from stretto.testing.in_process import WireKilled
@@ -29,7 +30,6 @@ from stretto.wire.zeromq import ZeroMQWire
 from wire.contract import progress_until, send
 from wire.members import TAG, Member, MembersContract, View, exchange, in_turns
 from wire.socket_world import NONCE, QUICK, SECRET, connect_all, frame, socket_world, wires_of
-from wire.test_torch_group import gloo_world
 
 LATENCY_S = 1.0
 SOCKET_WIRES: list[type[TcpWire] | type[ZeroMQWire]] = [TcpWire, ZeroMQWire]
@@ -167,18 +167,20 @@ def test_who_leaves_gets_its_farewell_behind_what_is_queued(
 
 
 @pytest.mark.parametrize("kind", SOCKET_WIRES)
-def test_shared_memory_towards_members_that_are_gone_can_be_used_again(kind: type[TcpWire] | type[ZeroMQWire]) -> None:
+def test_shared_memory_towards_members_that_are_gone_is_given_back(kind: type[TcpWire] | type[ZeroMQWire]) -> None:
     contract = OpenTcp() if kind is TcpWire else TestZeroMQLetsMembersComeAndGo()
     with contract.make_world(2) as wires:
         members = [Member(wire) for wire in wires]
         first = wires[0]
         assert isinstance(first, FramedWire)
-        before = first._allowance.left
         exchange(*members, number=0)
-        assert first._allowance.left < before
+        outbox = first._connections[1].outbox
+        assert outbox is not None
+        memory = weakref.ref(outbox._mapping)
+        del outbox
         members[1].wire.abandon()
         in_turns(members[0], until=lambda: 1 in first.lost, what="the loss")
-        assert first._allowance.left == before
+        assert memory() is None
 
 
 def test_the_open_door_bears_strangers_and_keeps_those_that_nobody_admits_in_bounds() -> None:
@@ -231,15 +233,6 @@ def test_a_frame_that_says_another_generation_makes_its_sender_lost() -> None:
         progress_until(wires[1], lambda: 2 in wires[1].lost, "the loss")
         assert "joined in generation 3, and was admitted in 4" in wires[1].lost[2].reason
         exchange(members[0], newcomer, number=1)
-
-
-def test_a_torch_group_stays_as_it_was_made() -> None:
-    with gloo_world(1) as (wire,):
-        fixed = r"gloo group is made once.*\n.*wire=\"tcp\""
-        with pytest.raises(ConfigurationError, match=fixed):
-            wire.admit(Peer(1, 1, "here", "", 0, generation=1))
-        with pytest.raises(ConfigurationError, match=fixed):
-            wire.retire(0, 1)
 
 
 def live_again(wire: VirtualWire) -> tuple[list[View], list[bytes], float]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import ConfigurationError, PeerLost, SecretError, UnreachableError
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Tag, Wire

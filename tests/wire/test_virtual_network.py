@@ -15,7 +15,8 @@ from stretto.errors import ConfigurationError
 from stretto.protocol.machine import Actions, Machine, SendMessage, SetTimer
 from stretto.testing.faults import Cut, Fault, Kill, Pause
 from stretto.testing.network_model import Exponential, Link, NetworkModel, NodeName
-from stretto.testing.virtual_network import OutOfBudget, VirtualNetwork
+from stretto.testing.virtual_links import OutOfBudget
+from stretto.testing.virtual_network import VirtualNetwork
 
 
 @dataclass

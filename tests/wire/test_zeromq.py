@@ -11,16 +11,16 @@ import pytest
 import zmq
 
 from stretto.errors import ConfigurationError, FrameError, PeerLost, UnreachableError, WireError
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.launching.zap import secure_client
 from stretto.testing import run_threads, wait_for
 from stretto.timeouts import Timeouts
-from stretto.wire import frames
-from stretto.wire import zeromq as zeromq_module
+from stretto.wire import frames, zeromq_meeting
 from stretto.wire.base import Tag, Wire
 from stretto.wire.framed import FramedWire
 from stretto.wire.frames import FrameKind
-from stretto.wire.zeromq import STRANGERS_BYTES, ZeroMQWire
+from stretto.wire.zeromq import ZeroMQWire
+from stretto.wire.zeromq_meeting import STRANGERS_BYTES
 from stretto.wire.zeromq_watch import ConnectionEvent, Seen
 from wire.contract import Meeting, WireContract, body, exchange_once, progress_until, receive
 from wire.socket_world import (
@@ -260,7 +260,7 @@ def flood(wire: FramedWire, count: int, stack: ExitStack) -> None:
 
 
 def test_where_a_port_cannot_be_hidden_strangers_of_a_running_job_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zeromq_module, "hide", lambda listener: False)
+    monkeypatch.setattr(zeromq_meeting, "hide", lambda listener: False)
     with socket_world(2, zeromq()) as wires, ExitStack() as stack:
         assert peak_memory_grows_by(lambda: flood(wires[0], 60, stack)) < 64 << 20
         run_threads(2, exchange_once, wires=wires)
@@ -282,7 +282,7 @@ def test_what_strangers_can_cost_does_not_depend_on_the_world_size(world_size: i
     wire = ZeroMQWire(0, world_size, secret=SECRET)
     try:
         assert wire._doorstep.limit * wire._part_bytes <= STRANGERS_BYTES
-        assert wire._part_bytes >= zeromq_module.INLINE_BYTES  # which shares a part with its header
+        assert wire._part_bytes >= zeromq_meeting.INLINE_BYTES  # which shares a part with its header
     finally:
         wire.abandon()
 

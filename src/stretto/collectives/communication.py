@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent import futures
 from typing import Final
 
 from stretto.collectives.execute import Communicator
@@ -24,7 +23,7 @@ class CommunicationThread:
     """A communicator with a thread of its own: `start` from any thread, overlap with whatever the caller does.
 
     The same thread drives the machines of protocols: `loop.start`, from any thread. It is one thread for all of them: whatever
-    blocks it, a machine's event or an action of `call`, holds up every collective.
+    blocks it, such as a machine's event, holds up every collective.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -52,14 +51,6 @@ class CommunicationThread:
         if self._ended and not pending.done:  # set before what is left was failed for the last time: nobody will look at it
             pending.finish(self._broken or StrettoError("the job was shut down"))
         return pending
-
-    def call(self, action: Callable[[], None]) -> None:
-        """Run `action` in the communication thread, the only one that may touch the wire, and wait for it."""
-        called = self.loop.call(action)
-        while not futures.wait([called], 1.0).done:
-            if not self._thread.is_alive():  # in a forked child
-                raise self._broken or StrettoError("the job was shut down")
-        called.result()
 
     def stop(self, timeout_s: float) -> None:
         """End the thread; collectives still under way fail. The wire is then the caller's to close."""

@@ -12,9 +12,9 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from stretto.collectives.messages import Believes, Failed, Name
+from stretto.collectives.mismatch import rank_mismatch
 from stretto.collectives.recent import Recent
 from stretto.collectives.request import UnderWay
-from stretto.wire.agreement import rank_mismatch
 
 if TYPE_CHECKING:
     from stretto.collectives.failures import FailureAgreement

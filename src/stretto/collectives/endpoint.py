@@ -35,7 +35,7 @@ from stretto.collectives.request import Request
 from stretto.collectives.staging import Staging
 from stretto.collectives.whereabouts import Whereabouts
 from stretto.errors import ConfigurationError
-from stretto.launching.membership import ranks_text
+from stretto.launching.peers import ranks_text
 
 CHOOSING_CHANNEL: Final = 0
 PUBLIC_CHANNEL: Final = 1

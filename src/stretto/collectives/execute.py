@@ -21,8 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -34,7 +33,7 @@ from stretto.collectives.messages import TOPIC_BEGUN, TOPIC_FAILURES, TOPIC_KNOC
 from stretto.collectives.plan import Buffer
 from stretto.collectives.recent import Recent
 from stretto.collectives.reduction import Accumulator
-from stretto.collectives.request import Outside, Pending, Request
+from stretto.collectives.request import Pending, Request
 from stretto.collectives.run import CollectiveRun
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.whereabouts import Whereabouts
@@ -71,7 +70,6 @@ class Communicator:
         self.runs: dict[Name, CollectiveRun] = {}
         self.failures = FailureAgreement(wire, self.timeouts, self.whereabouts)
         self.has_begun, self.belief = self.failures.has_begun, self.failures.belief  # of a collective, by its name
-        self._outside: dict[Name, Outside] = {}
         self._begun: dict[Name, dict[int, str]] = {}  # who has begun what we have not
         self._progress_of: Recent[tuple[int, int], int] = Recent(STREAMS)  # (channel, rank) -> last collective begun there
         self._knocks: dict[Name, set[int]] = {}
@@ -107,8 +105,6 @@ class Communicator:
                     name = ticket >> 32, ticket & 0xFFFFFFFF
                     if name in self.runs:
                         self.end(self.runs[name], error)
-                    elif name in self._outside:
-                        self._outside[name].error = error
 
     # -- beginning and ending -----------------------------------------------------------------------------------------
 
@@ -217,22 +213,6 @@ class Communicator:
             name = f"wait {plan.kind.value} {plan.algorithm}"
             num_bytes = pending.request.tensor.nbytes
             self.tracer.span("wait", name, begin_ns, num_bytes=num_bytes, collective=pending.request.belief)
-
-    @contextmanager
-    def outside(self, other: Outside) -> Iterator[None]:
-        """Around a collective that is carried out elsewhere, under a number of this communicator's and in its thread."""
-        name = other.name
-        self._outside[name] = other
-        self.tell(HasBegun(other))
-        for rank, belief in self._begun.pop(name, {}).items():
-            if belief != other.belief:
-                self._heard(rank, Believes(*name, belief, None))
-        try:
-            yield
-        finally:
-            other.done = True
-            del self._outside[name]
-            self.tell(HasEnded(other))
 
     def end(self, run: CollectiveRun, error: StrettoError | None) -> None:
         del self.runs[run.name]

@@ -42,7 +42,7 @@ from stretto.collectives.disagreement import Disagreement
 from stretto.collectives.inquiry import Inquiry
 from stretto.collectives.messages import ROUNDS, Believes, Failed, FailureMessage, Name, as_error, as_failed, is_later
 from stretto.collectives.recent import Recent
-from stretto.collectives.request import Outside, Request, UnderWay
+from stretto.collectives.request import Request, UnderWay
 from stretto.collectives.whereabouts import Whereabouts
 from stretto.errors import PeerLost, RankMismatch, StrettoError
 from stretto.protocol.machine import Actions, Machine, Reply, SendMessage, SetTimer
@@ -51,7 +51,6 @@ from stretto.wire.base import DigestMismatch
 
 HISTORY: Final = 512  # how many ended collectives, and verdicts, are remembered
 CHANNELS: Final = 1024  # for how many channels it is remembered how far they had come before these
-Named = Request | Outside
 Beliefs = dict[int, tuple[str, str]]
 
 
@@ -78,7 +77,7 @@ class HasEnded(NamedTuple):
 
 
 class HasFailed(NamedTuple):
-    collective: Named
+    collective: Request
     error: StrettoError
 
 
@@ -118,7 +117,7 @@ class FailureAgreement(Machine):
         self.roster = roster
         self.timeouts = timeouts
         self.world = range(roster.world_size)
-        self.queued: Callable[[], Sequence[Named]] = tuple
+        self.queued: Callable[[], Sequence[Request]] = tuple
         self.under_way: dict[Name, UnderWay] = {}
         self.history = History()
         self.disagreement = Disagreement(self)
@@ -153,7 +152,7 @@ class FailureAgreement(Machine):
 
     def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
         for collective in list(self.under_way.values()):
-            for rank in left if collective.watched else ():
+            for rank in left:
                 # A rank that left after doing its part takes nothing with it; one that died may have left any member waiting.
                 concerns = rank in self.members(collective.request) or collective.request.part_of is not None
                 if concerns and (not self.roster.said_goodbye(rank) or rank in collective.waiting_for()):
@@ -167,7 +166,7 @@ class FailureAgreement(Machine):
         for collective in list(self.under_way.values()):
             if self.disagreement.is_open(collective.name):
                 self.disagreement.try_to_conclude(now, collective)
-            elif collective.watched and not collective.failing:
+            elif not collective.failing:
                 self.inquiry.look_at(now, collective)
         return self._take_actions()
 
@@ -191,7 +190,7 @@ class FailureAgreement(Machine):
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
-    def members(self, request: Named | Failed) -> Sequence[int]:
+    def members(self, request: Request | Failed) -> Sequence[int]:
         return self.world if request.members is None else request.members
 
     def as_told(self, members: Sequence[int] | None) -> list[int] | None:
@@ -200,7 +199,7 @@ class FailureAgreement(Machine):
     def is_gone(self, rank: int) -> bool:
         return rank in self.roster.lost or self.roster.said_goodbye(rank)
 
-    def others(self, request: Named) -> set[int]:
+    def others(self, request: Request) -> set[int]:
         """The members that can be asked: all others that are neither lost nor have left the job."""
         return {rank for rank in self.members(request) if rank != self.roster.rank and not self.is_gone(rank)}
 
@@ -212,7 +211,7 @@ class FailureAgreement(Machine):
         """What this rank believes that collective is; empty if it has not begun it, or has forgotten."""
         return self.under_way[name].belief if name in self.under_way else self.history.get(name, "")
 
-    def _subjects(self, request: Named) -> list[Name]:
+    def _subjects(self, request: Request) -> list[Name]:
         """What verdicts that end it are about: itself, or the round that it is part of."""
         part_of = request.part_of
         return [request.name] if part_of is None else [request.name, (ROUNDS | part_of[0], part_of[1])]
@@ -226,7 +225,7 @@ class FailureAgreement(Machine):
                 self._end(now, collective, self._doomed[subject])
                 return
             collective.failing |= subject in self._votes
-        lost = self._lost_member(collective.request) if collective.watched else None
+        lost = self._lost_member(collective.request)
         if lost is not None:
             self.found(now, collective.request, lost)
         elif not collective.failing:
@@ -237,7 +236,7 @@ class FailureAgreement(Machine):
         known = any(subject in self._doomed or subject in self._votes for subject in self._subjects(request))
         return known or self._lost_member(request) is not None
 
-    def _lost_member(self, request: Named) -> PeerLost | None:
+    def _lost_member(self, request: Request) -> PeerLost | None:
         """A member that is gone, if there is one, or has been since the group was made: its rank may be another worker's now."""
         members, roster = self.members(request), self.roster
         if len(members) == 1:
@@ -264,7 +263,7 @@ class FailureAgreement(Machine):
         self._actions.append(Reply(collective.ticket, error=as_error(verdict)))
         self._forget(collective)
 
-    def _forget(self, collective: UnderWay | Named) -> None:
+    def _forget(self, collective: UnderWay | Request) -> None:
         """It has ended here. What it was is kept for a while, for peers that ask."""
         name = collective.name
         self.under_way.pop(name, None)
@@ -274,7 +273,7 @@ class FailureAgreement(Machine):
 
     # -- failures found here ------------------------------------------------------------------------------------------
 
-    def _has_failed(self, now: float, request: Named, error: StrettoError) -> None:
+    def _has_failed(self, now: float, request: Request, error: StrettoError) -> None:
         mine = self.under_way.get(request.name)
         if mine is None:
             self.found(now, request, error)
@@ -285,7 +284,7 @@ class FailureAgreement(Machine):
         else:
             self.found(now, request, error)
 
-    def found(self, now: float, request: Named, error: StrettoError, beliefs: Beliefs | None = None) -> None:
+    def found(self, now: float, request: Request, error: StrettoError, beliefs: Beliefs | None = None) -> None:
         """Propose to all members that it fails, or to all of the job that its round does."""
         if request.part_of is not None:
             self.propose(now, as_failed(self._subjects(request)[-1], None, error))

@@ -18,7 +18,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -32,7 +32,7 @@ from stretto.collectives.reduction import dtype_code
 from stretto.collectives.request import DEFAULT_SEGMENT_BYTES, Pending, Request
 from stretto.collectives.started import Started
 from stretto.errors import ConfigurationError
-from stretto.launching.membership import ranks_text
+from stretto.launching.peers import ranks_text
 
 OWN_CHANNELS = 2  # of a group, before those of its pairs: one for the public functions, one to choose algorithms in
 T = TypeVar("T")
@@ -247,6 +247,9 @@ class Group:
     def segment_bytes(self) -> int:
         communication = self.endpoint.communication
         return DEFAULT_SEGMENT_BYTES if communication is None else communication.communicator.wire.segment_bytes
+
+
+Among = Group | Literal["world"]  # what `group=` of the public collectives takes
 
 
 def _then(before: Callable[[], None] | None, result: Callable[[], T]) -> Callable[[], T]:

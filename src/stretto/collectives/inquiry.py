@@ -34,13 +34,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from stretto.collectives.messages import Believes, Elsewhere, Name, ProgressQuery, ProgressReport, as_failed
-from stretto.collectives.request import UnderWay
+from stretto.collectives.request import Request, UnderWay
 from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import RankMismatch, WireTimeout
-from stretto.launching.membership import ranks_text
+from stretto.launching.peers import ranks_text
 
 if TYPE_CHECKING:
-    from stretto.collectives.failures import FailureAgreement, Named
+    from stretto.collectives.failures import FailureAgreement
 
 ASK_S: Final = 1.0  # how long to be silent before asking, and to wait for others' answers before a verdict
 MOST_LINES: Final = 16  # of different things that ranks do, in one message
@@ -112,7 +112,7 @@ class Inquiry:
         blocks = self._blocks(wait)
         return blocks is not None and blocks.name == name
 
-    def _blocks(self, wait: Wait) -> Named | None:
+    def _blocks(self, wait: Wait) -> Request | None:
         """The collective that a thread cannot go on without; None if that has ended and the thread is about to."""
         if wait.pending is None:
             return next((run.request for run in self._machine.under_way.values() if run.name[0] == wait.channel), None)
@@ -154,7 +154,7 @@ class Inquiry:
             found.append(Elsewhere(*pending.name, pending.belief, place, self._needs(pending), members))
         return found
 
-    def _needs(self, pending: Named) -> list[int] | None:
+    def _needs(self, pending: Request) -> list[int] | None:
         """The ranks that must begin this collective before it can end here; None means all of the job."""
         if pending.needs_everybody:
             return self._machine.as_told(pending.members)

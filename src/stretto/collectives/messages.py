@@ -25,8 +25,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from stretto.collectives.mismatch import rank_mismatch
 from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, WireError, WireTimeout
-from stretto.wire.agreement import rank_mismatch
 
 TOPIC_BEGUN: Final = 16
 TOPIC_FAILURES: Final = 17

@@ -85,10 +85,9 @@ class Request:
 class UnderWay:
     """A collective under way on this rank, as the failure agreement sees it (`failures.py`)."""
 
-    request: Request | Outside  # what it is
+    request: Request  # what it is
     name: Name
     belief: str
-    watched: bool = True  # silence and losses are to be noticed by the agreement
     touched_at: float = 0.0  # when something of it has moved last
     failing: bool = False  # it must not end by itself any more, for a verdict will end it
     ticket: int = 0  # of its verdict
@@ -96,24 +95,6 @@ class UnderWay:
     def waiting_for(self) -> list[int]:
         """Ranks from which something is due now, or that have not begun what is to be sent to them."""
         return []
-
-
-class Outside(UnderWay):
-    """A collective that the torch backend carries out by itself. It has its number among the others, and is known to those who
-    ask; `error` is set when it cannot come about, for whoever waits."""
-
-    members: tuple[int, ...] | None = None  # all of the job
-    part_of: Name | None = None
-    generation = 0
-    needs_everybody = True
-    watched = False  # the backend notices silence and losses by itself
-
-    def __init__(self, name: Name, belief: str) -> None:
-        self.request = self
-        self.name = name
-        self.belief = belief
-        self.done = False
-        self.error: StrettoError | None = None
 
 
 Watch = Callable[["Pending", Callable[[], None]], None]  # makes a thread wait, and keeps an eye on it

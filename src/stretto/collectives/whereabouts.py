@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Final, NamedTuple
 
 from stretto.collectives.recent import Recent
-from stretto.collectives.request import Outside, Pending
+from stretto.collectives.request import Pending
 
 REMEMBERED: Final = 8  # how many of a channel's last collectives say whose it is
 CHANNELS: Final = 1024  # of how many channels it is known; any other may be any thread's
@@ -39,7 +39,7 @@ class Wait(NamedTuple):
 
     thread: int
     channel: int
-    pending: Pending | Outside | None
+    pending: Pending | None
     before: Wait | None  # a signal handler may wait while its thread waits
 
 
@@ -70,7 +70,7 @@ class Whereabouts:
             self._users[channel].append(thread)
         return thread
 
-    def begin_wait(self, channel: int, pending: Pending | Outside | None = None) -> Wait | None:
+    def begin_wait(self, channel: int, pending: Pending | None = None) -> Wait | None:
         """The calling thread is blocked from now on, until `pending`, or all that is under way in the channel, has ended."""
         thread = self.claim(channel)
         if thread is None:
@@ -88,7 +88,7 @@ class Whereabouts:
             self._waits[wait.thread] = before
 
     @contextmanager
-    def waiting(self, channel: int, pending: Pending | Outside | None = None) -> Iterator[None]:
+    def waiting(self, channel: int, pending: Pending | None = None) -> Iterator[None]:
         wait = self.begin_wait(channel, pending)
         try:
             yield

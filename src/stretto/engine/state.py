@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from stretto.engine.watch import Watch
 from stretto.errors import ConfigurationError
 from stretto.job import Job
-from stretto.launching.membership import ranks_text
+from stretto.launching.peers import ranks_text
 
 TENSOR = "__tensor__"
 TOGETHER_BYTES = 4 << 20  # small tensors travel together, up to so much

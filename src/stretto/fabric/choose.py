@@ -21,7 +21,7 @@ from stretto.fabric.device_memory import gpu_of
 from stretto.fabric.mapped import MappedFabric
 from stretto.fabric.native import NativeFabric
 from stretto.fabric.per_device import PerDevice, devices_of
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 
 log = logging.getLogger("stretto")
 

@@ -12,7 +12,7 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -41,24 +41,11 @@ class Children:
         self._strays: dict[int, list[int]] = {}
         self._turns = 0
 
-    def execute(self, host: int, command: Command, descriptors: Sequence[int], service: bool) -> int:
+    def start(self, host: int, command: Command, descriptors: Sequence[int], service: bool) -> int:
         """Fork and execute; descriptors become output (1 and 2), then 3, 4, ... A command not found exits with 127."""
-
-        def act() -> None:
-            try:
-                os.chdir(command.directory)
-                os.execvpe(os.fsdecode(command.argv[0]), command.argv, dict(command.environment))
-            except (OSError, ValueError) as error:
-                reason = f"stretto lab: cannot run {os.fsdecode(command.argv[0])!r}: {error}\n"
-                os.write(2, reason.encode(errors="replace"))
-                os._exit(127)
-
-        return self.fork(host, act, descriptors, service)
-
-    def fork(self, host: int, act: Callable[[], None], descriptors: Sequence[int], service: bool) -> int:
         process = os.fork()
         if process == 0:
-            _become(self._hosts[host], descriptors, act)
+            _become(self._hosts[host], descriptors, command)
         self._table[process] = Child(process, host, service)
         return process
 
@@ -114,7 +101,7 @@ class Children:
         return [process for process in _processes_in(self._hosts[host].inode) if _group(process) not in groups]
 
 
-def _become(host: Host, descriptors: Sequence[int], act: Callable[[], None]) -> None:
+def _become(host: Host, descriptors: Sequence[int], command: Command) -> None:
     """The child's side of a fork: never returns."""
     try:
         os.setsid()
@@ -122,11 +109,19 @@ def _become(host: Host, descriptors: Sequence[int], act: Callable[[], None]) -> 
         namespaces.enter(host.net)
         namespaces.enter(host.uts)
         _place(descriptors)
-        act()
-        os._exit(0)
+        _execute(command)
     except BaseException as error:  # whatever it is, the child must not go on as a second supervisor
         os.write(2, f"stretto lab: {error!r}\n".encode(errors="replace"))
         os._exit(126)
+
+
+def _execute(command: Command) -> None:
+    try:
+        os.chdir(command.directory)
+        os.execvpe(os.fsdecode(command.argv[0]), command.argv, dict(command.environment))
+    except (OSError, ValueError) as error:
+        os.write(2, f"stretto lab: cannot run {os.fsdecode(command.argv[0])!r}: {error}\n".encode(errors="replace"))
+        os._exit(127)
 
 
 def _forget_signals() -> None:

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from stretto.errors import ConfigurationError, JobError
@@ -93,9 +94,8 @@ class LabConnection:
         self.changed = threading.Condition()
         self._sock = sock
         self._sending = threading.Lock()
-        self._next_id = 1
-        self._answers: dict[int, messages.Reply | None] = {}
-        self._unborn: dict[int, LabProcess] = {}
+        self._last_id = 0
+        self._asked: dict[int, tuple[Future[messages.Reply], LabProcess | None]] = {}  # and the process that is to be born
         self._processes: dict[int, LabProcess] = {}
         self._lost: str | None = None
         self._selector = selectors.DefaultSelector()
@@ -104,35 +104,43 @@ class LabConnection:
         self._thread = threading.Thread(target=self._read_all, name="stretto-lab", daemon=True)
         self._thread.start()
 
-    def request(self, request: messages.Request, descriptors: Sequence[int] = ()) -> messages.Reply:
-        """Ask and wait for the answer; a refusal is raised."""
+    def request(
+        self, request: messages.Request, descriptors: Sequence[int] = (), process: LabProcess | None = None
+    ) -> messages.Reply:
+        """Ask and wait for the answer; a refusal is raised. `process`: what a `Spawn` starts."""
+        answer: Future[messages.Reply] = Future()
         with self.changed:
-            id = self._take_id()
-        return self._exchange(id, request, descriptors)
+            if self._lost is not None:
+                raise JobError(self._lost)
+            self._last_id = id = self._last_id + 1
+            self._asked[id] = answer, process
+        try:
+            with self._sending:
+                messages.send(self._sock, messages.NumberedRequest(id, request), descriptors)
+            reply = answer.result(_ANSWER_S)
+        except TimeoutError:
+            what = type(request).__name__
+            raise JobError(f"the lab did not answer {what} within {_ANSWER_S:g} s: the machine is overloaded.") from None
+        except OSError as error:
+            raise JobError(f"the lab has ended: {error}") from error
+        finally:
+            with self.changed:
+                self._asked.pop(id, None)
+        if isinstance(reply, messages.RequestFailed):
+            raise (ConfigurationError if reply.configuration else JobError)(reply.message)
+        return reply
 
-    def start(
-        self,
-        host: int,
-        request: messages.Spawn | messages.TimeStream,
-        descriptors: Callable[[int], list[int]],
-        sink: Sink | None,
-        number: int = 0,
-    ) -> LabProcess:
-        """Start a process; `descriptors(output)` lists what travels with the request."""
+    def start(self, request: messages.Spawn, command: int, extra: Sequence[int], sink: Sink | None, number: int) -> LabProcess:
+        """Start a process: `command` is the file that says which, `extra` become its descriptors 3, 4, ..."""
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
-        process = LabProcess(self, host, reading, sink, number)
-        with self.changed:
-            id = self._take_id()
-            self._unborn[id] = process
+        process = LabProcess(self, request.host, reading, sink, number)
         try:
-            reply = self._exchange(id, request, descriptors(writing))
+            self.request(request, [command, writing, *extra], process)
         finally:
             os.close(writing)
-            with self.changed:
-                if self._unborn.pop(id, None) is not None:
-                    os.close(reading)  # never born: nobody else will
-        assert isinstance(reply, messages.Spawned)
+            if process.pid < 0:
+                os.close(reading)  # never born: nobody else will
         return process
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
@@ -156,29 +164,6 @@ class LabConnection:
         self._sock.close()
         self._selector.close()
 
-    def _take_id(self) -> int:
-        if self._lost is not None:
-            raise JobError(self._lost)
-        id, self._next_id = self._next_id, self._next_id + 1
-        self._answers[id] = None
-        return id
-
-    def _exchange(self, id: int, request: messages.Request, descriptors: Sequence[int]) -> messages.Reply:
-        try:
-            with self._sending:
-                messages.send(self._sock, messages.NumberedRequest(id, request), descriptors)
-            answered = self.wait_for(lambda: self._answers[id] is not None, _ANSWER_S)
-        except OSError as error:
-            raise JobError(f"the lab has ended: {error}") from error
-        finally:
-            with self.changed:
-                reply = self._answers.pop(id, None)
-        if not answered or reply is None:
-            raise JobError(f"the lab did not answer {type(request).__name__} within {_ANSWER_S:g} s: the machine is overloaded.")
-        if isinstance(reply, messages.RequestFailed):
-            raise (ConfigurationError if reply.configuration else JobError)(reply.message)
-        return reply
-
     def _read_all(self) -> None:
         try:
             while not self._lost:
@@ -200,7 +185,7 @@ class LabConnection:
 
     def _on_message(self) -> None:
         try:
-            received = messages.receive(self._sock, messages.FROM_WARDEN)
+            received = messages.receive(self._sock, messages.FROM_SUPERVISOR)
         except ConnectionResetError:  # it died with a request unread
             received = None
         if received is None:
@@ -212,14 +197,14 @@ class LabConnection:
         with self.changed:
             if isinstance(message, messages.Exited):
                 self._on_exit(message)
-            elif message.id in self._answers:
-                self._answers[message.id] = message
-                if isinstance(message, messages.Spawned):
-                    self._on_birth(message)
+            elif message.id in self._asked:
+                answer, process = self._asked[message.id]
+                if isinstance(message, messages.Spawned) and process is not None:
+                    self._on_birth(message, process)
+                answer.set_result(message)
             self.changed.notify_all()
 
-    def _on_birth(self, message: messages.Spawned) -> None:
-        process = self._unborn.pop(message.id)
+    def _on_birth(self, message: messages.Spawned, process: LabProcess) -> None:
         process.pid, process._inner = message.pid, message.process
         self._processes[message.process] = process
         self._selector.register(process._pipe, selectors.EVENT_READ, process)
@@ -260,4 +245,7 @@ class LabConnection:
             for process in self._processes.values():
                 process.ended_at, process.returncode = time.monotonic(), -signal.SIGKILL
             self._processes.clear()
+            for answer, _ in self._asked.values():
+                if not answer.done():
+                    answer.set_exception(JobError(self._lost))
             self.changed.notify_all()

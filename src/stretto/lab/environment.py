@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stretto.lab.network import address
-from stretto.launching.launch_plan import threads_each
+from stretto.launching.hosts import split_address
+from stretto.launching.launch_plan import job_variables, threads_each
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +34,17 @@ def host_environment(base: Mapping[str, str], run: SharedByHosts, rank: int, led
     environment.setdefault("PYTHONUNBUFFERED", "1")  # lines are shown when they are printed
     if run.world_size > 1:
         environment.setdefault("OMP_NUM_THREADS", str(threads_each(run.world_size)))  # hosts share this machine's processors
-    environment |= _ranks("STRETTO_", run, rank) | _ranks("", run, rank)
-    environment |= {
-        "STRETTO_SECRET": run.secret,
-        "STRETTO_ENCRYPT": "on" if run.encrypt else "off",
-        "STRETTO_LEDGER": ledger,
-        "MASTER_ADDR": address(0),
-        "MASTER_PORT": str(run.master_port),
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "NCCL_SOCKET_IFNAME": "eth0",
-        "TP_SOCKET_IFNAME": "eth0",
-    }
-    environment.pop("STRETTO_RENDEZVOUS", None)
-    if run.rendezvous is not None:
-        environment["STRETTO_RENDEZVOUS"] = run.rendezvous
-    return environment
-
-
-def _ranks(prefix: str, run: SharedByHosts, rank: int) -> dict[str, str]:
-    return {
-        f"{prefix}RANK": str(rank),
-        f"{prefix}WORLD_SIZE": str(run.world_size),
-        f"{prefix}LOCAL_RANK": str(rank % run.workers),
-        f"{prefix}LOCAL_WORLD_SIZE": str(run.workers),
-    }
+    host, port = (address(0), 0) if run.rendezvous is None else split_address(run.rendezvous)
+    environment |= job_variables(
+        rank=rank,
+        world_size=run.world_size,
+        local_rank=rank % run.workers,
+        local_world_size=run.workers,
+        rendezvous=(host, port),
+        master_port=run.master_port,
+        secret=bytes.fromhex(run.secret),
+        encrypt=run.encrypt,
+    )
+    if run.rendezvous is None:
+        del environment["STRETTO_RENDEZVOUS"]
+    return environment | {"STRETTO_LEDGER": ledger} | dict.fromkeys(_INTERFACES, "eth0")

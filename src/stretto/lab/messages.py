@@ -47,15 +47,6 @@ class Command(msgspec.Struct, frozen=True):
         return f"Command(argv={self.argv!r}, directory={self.directory!r})"
 
 
-class TimeStream(msgspec.Struct, tag=True, frozen=True):
-    """Time a bare TCP stream between two hosts. Descriptor: where to write the seconds it took."""
-
-    sender: int
-    receiver: int
-    num_bytes: int
-    timeout_s: float
-
-
 class Signal(msgspec.Struct, tag=True, frozen=True):
     process: int
     signum: int
@@ -84,7 +75,7 @@ class Count(msgspec.Struct, tag=True, frozen=True):
 
 
 LinkRequest = CutHost | Restore | SetRate
-Request = Setup | Spawn | TimeStream | Signal | CutHost | Restore | SetRate | SetSlow | Count
+Request = Setup | Spawn | Signal | CutHost | Restore | SetRate | SetSlow | Count
 
 
 class NumberedRequest(msgspec.Struct, frozen=True):
@@ -126,12 +117,12 @@ class Exited(msgspec.Struct, tag=True, frozen=True):
 
 
 Reply = Done | Spawned | Counted | RequestFailed
-FromWarden = Done | Spawned | Counted | RequestFailed | Exited
+FromSupervisor = Reply | Exited
 
 ENVELOPE: msgspec.json.Decoder[NumberedRequest] = msgspec.json.Decoder(NumberedRequest)
 LINK_ENVELOPE: msgspec.json.Decoder[LinkEnvelope] = msgspec.json.Decoder(LinkEnvelope)
 REPLY: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
-FROM_WARDEN: msgspec.json.Decoder[FromWarden] = msgspec.json.Decoder(FromWarden)
+FROM_SUPERVISOR: msgspec.json.Decoder[FromSupervisor] = msgspec.json.Decoder(FromSupervisor)
 
 T = TypeVar("T")
 

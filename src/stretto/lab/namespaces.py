@@ -24,7 +24,6 @@ _NEW_NET = 0x4000_0000
 _PRIVATE = _NEW_MOUNT | _NEW_UTS | _NEW_PID | _NEW_NET
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x4_0000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x2, 0x4, 0x8
-_PR_SET_PDEATHSIG = 1
 
 
 class NamespacesRefused(Exception):
@@ -91,10 +90,6 @@ def unshare(flags: int) -> None:
 def enter(descriptor: int) -> None:
     """Enter the namespace of an open descriptor. A socket made from now on belongs to it for good."""
     _call("setns", ctypes.c_int(descriptor), ctypes.c_int(0))
-
-
-def die_with_parent(signum: int) -> None:
-    _call("prctl", ctypes.c_int(_PR_SET_PDEATHSIG), ctypes.c_ulong(signum), *([ctypes.c_ulong(0)] * 3))
 
 
 def make_mounts_private() -> None:

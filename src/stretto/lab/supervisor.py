@@ -32,10 +32,10 @@ import msgspec
 from stretto.errors import ConfigurationError
 from stretto.lab import messages, namespaces
 from stretto.lab.children import Children
-from stretto.lab.messages import CutHost, Restore, SetRate, SetSlow, Signal, Spawn, TimeStream
+from stretto.lab.messages import CutHost, Restore, SetRate, SetSlow, Signal, Spawn
 from stretto.lab.network import Network, address, host_name
 from stretto.lab.slow import DutyCycle
-from stretto.lab.tcp_stream import time_stream
+from stretto.launching.supervisor import PR_SET_PDEATHSIG, prctl
 
 _HOSTS_FILE = Path("/etc/hosts")
 _FIRST_REQUEST_S = 10.0
@@ -97,7 +97,7 @@ class LabSupervisor:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _tell(self, message: messages.FromWarden) -> None:
+    def _tell(self, message: messages.FromSupervisor) -> None:
         try:
             messages.send(self._control, message)
         except OSError:
@@ -139,10 +139,8 @@ class LabSupervisor:
         match request:
             case Spawn(host=host, service=service):
                 self._check(host)
-                command = messages.read_command(descriptors[0])
-                return self._spawned(id, self._children.execute(host, command, descriptors[1:], service))
-            case TimeStream():
-                return self._spawned(id, self._stream(network, request, descriptors))
+                process = self._children.start(host, messages.read_command(descriptors[0]), descriptors[1:], service)
+                return messages.Spawned(id, process, self._outer_pid(process))
             case Signal(process=process, signum=signum):
                 self._children.signal(process, signum)
             case CutHost(host=host):
@@ -175,9 +173,6 @@ class LabSupervisor:
             raise ConfigurationError(f"there is no host {host} in this lab. Name one from 0 to {last}.")
         return host
 
-    def _spawned(self, id: int, process: int) -> messages.Spawned:
-        return messages.Spawned(id, process, self._outer_pid(process))
-
     def _outer_pid(self, process: int) -> int:
         """What the world outside calls a child: read before it is buried, from the /proc of outside."""
         handle = os.pidfd_open(process)
@@ -187,17 +182,6 @@ class LabSupervisor:
                 return next(int(line.split()[1]) for line in info if line.startswith("Pid:"))
         finally:
             os.close(handle)
-
-    def _stream(self, network: Network, request: TimeStream, descriptors: list[int]) -> int:
-        sender = network.hosts[self._check(request.sender)]
-        self._check(request.receiver)
-
-        def act() -> None:
-            with socket.create_server((address(request.receiver), 0)) as listener:
-                seconds = time_stream(listener, request.num_bytes, request.timeout_s, lambda: namespaces.enter(sender.net))
-            os.write(1, f"{seconds!r}\n".encode())
-
-        return self._children.fork(request.receiver, act, descriptors, service=True)
 
     def _set_slow(self, host: int, factor: float) -> None:
         if self._cycles.pop(host, None) is not None:
@@ -273,7 +257,7 @@ def main() -> None:
         listener.close()
         os.waitpid(child, 0)
         return
-    namespaces.die_with_parent(signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     LabSupervisor(control, listener, maker, arguments.directory).serve()
 
 

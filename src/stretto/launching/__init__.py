@@ -4,7 +4,8 @@
     rendezvous     under torchrun, Slurm and MPI: rank 0 starts the coordinator, all learn its address and the secret
     introduce      worker side of the introduction: Launch + my address -> the table of all peers; greeting finds out which
                    program listens where no coordinator answers
-    coordinator    the process that introduces workers; membership is its protocol, a `protocol.machine.Machine`;
+    coordinator    the process that introduces workers; membership is its protocol, a `protocol.machine.Machine`, with
+                   introduction_messages (what is said) and peers (a worker as the others know it);
                    coordinator_process is how others start it, ended how launchers tell it whose process is gone
     secret, zap    one secret per job, the keys made from it, and the handler that refuses whoever does not know it;
                    refusals tells who was turned away, doorstep bounds how many may try at once, monitor reads ZeroMQ's

@@ -1,10 +1,9 @@
 """The coordinator: the process at the rendezvous that introduces workers to each other.
 
-    python -m stretto.launching.coordinator --bind HOST:PORT --world-size N
-           [--ready-fd FD] [--plain | --encrypted] [--die-with-parent [PID]]
+    python -m stretto.launching.coordinator --bind HOST:PORT --world-size N --ready-fd FD [--encrypted] [--die-with-parent PID]
 
---plain and --encrypted say what this job's workers do with their own traffic: a worker that would do otherwise is refused. What
-is said here, between workers and coordinator, is always encrypted.
+It writes where it listens to the descriptor --ready-fd. --encrypted says what this job's workers do with their own traffic: a
+worker that would do otherwise is refused. What is said here, between workers and coordinator, is always encrypted.
 
 It drives `Membership` over one ZeroMQ ROUTER and checks, by a plain TCP connection, that every published address
 answers before the table goes out. It is not on the data path: once the table is out, training survives its death. It
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import errno
 import logging
 import math
@@ -35,7 +33,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import msgspec
 import zmq
@@ -44,7 +41,7 @@ from stretto.errors import JobError, SecretError
 from stretto.launching import secret as secrets
 from stretto.launching.doorstep import Doorstep
 from stretto.launching.hosts import host_identity, join_address, resolve, split_address
-from stretto.launching.membership import (
+from stretto.launching.introduction_messages import (
     CHECKER,
     DOOR,
     PROTOCOL,
@@ -52,12 +49,13 @@ from stretto.launching.membership import (
     Checked,
     FromCoordinator,
     FromWorker,
-    Membership,
     Refusal,
     Refused,
     Why,
-)  # fmt: skip
+)
+from stretto.launching.membership import Membership
 from stretto.launching.refusals import RefusalMonitor
+from stretto.launching.supervisor import PR_SET_PDEATHSIG, prctl
 from stretto.launching.zap import ZapHandler, secure_server
 from stretto.protocol.machine import Actions, HeaderReader, Node, SendMessage, SetTimer
 from stretto.protocol.timers import Timers
@@ -244,8 +242,8 @@ def why_unreachable(address: str, deadline_s: float) -> str | None:
         return None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+def main() -> int:
+    options = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="stretto coordinator: %(message)s", stream=sys.stderr)
     orphaned = tie_to_parent(options.die_with_parent)
     _raise_descriptor_limit()
@@ -256,7 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"stretto coordinator: {error}", file=sys.stderr)
         return 1
     try:
-        announce(coordinator.address, options.ready_fd)
+        with contextlib.suppress(BrokenPipeError), os.fdopen(options.ready_fd, "w") as ready:
+            ready.write(coordinator.address + "\n")
         coordinator.serve(orphaned)
     except KeyboardInterrupt:
         return 130
@@ -293,61 +292,25 @@ def _bind_problem(bind: str, error: OSError | zmq.ZMQError) -> str:
     return f"{error}. Check the host name and the port."
 
 
-def announce(address: str, ready_fd: int | None) -> None:
-    """Tell whoever started us where we listen."""
-    if ready_fd is None:
-        log.info("listening at %s", address)
-        return
-    with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as ready:
-        ready.write(address + "\n")
-
-
 def tie_to_parent(pid: int | None) -> Callable[[], bool]:
-    """A test for "my parent is gone". With a pid (or 0) the kernel also ends us the moment the parent dies."""
+    """A test for "my parent is gone". Given its pid, the kernel also ends us the moment it dies."""
     parent = os.getppid()
     if pid is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group: the parent decides, workers say goodbye
-        _end_with_parent()
-        if pid and parent != pid:  # it died before we could ask for the signal
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if parent != pid:  # it died before we could ask for the signal
             return lambda: True
     return lambda: os.getppid() != parent
 
 
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        library: Any = ctypes.CDLL(None, use_errno=True)
-        library.prctl(pr_set_pdeathsig, int(signal.SIGTERM), 0, 0, 0)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m stretto.launching.coordinator",
-        description="Introduces the workers of one job to each other. The job secret is read from STRETTO_SECRET.",
-    )
-    parser.add_argument("--bind", required=True, type=_address, metavar="HOST:PORT", help="where to listen; port 0 picks one")
-    parser.add_argument("--world-size", required=True, type=_positive, metavar="N", help="how many workers the job has")
-    parser.add_argument("--ready-fd", type=int, metavar="FD", help='write "HOST:PORT" here when listening')
-    encryption = parser.add_mutually_exclusive_group()
-    encryption.add_argument("--encrypted", dest="encrypted", action="store_true", help="workers encrypt their traffic")
-    encryption.add_argument("--plain", dest="encrypted", action="store_false", help="workers do not encrypt it (default)")
-    parser.add_argument("--die-with-parent", nargs="?", const=0, type=int, metavar="PID", help="end when the parent dies")
-    parser.set_defaults(encrypted=False)
+    parser = argparse.ArgumentParser(description="Started by `coordinator_process.py`; not for use by hand.")
+    parser.add_argument("--bind", required=True)
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--encrypted", action="store_true")
+    parser.add_argument("--die-with-parent", type=int)
     return parser
-
-
-def _address(text: str) -> str:
-    try:
-        split_address(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
-    return text
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,14 @@ SOURCE = str(Path(__file__).resolve().parents[2])
 
 def argv(bind: str, world_size: int, ready_fd: int, *, encrypted: bool, parent: int | None = None) -> list[str]:
     """With `parent` the kernel ends the coordinator when the *thread* of that process that started it ends."""
-    words = [
+    return [
         sys.executable, "-m", "stretto.launching.coordinator",
         "--bind", bind,
         "--world-size", str(world_size),
         "--ready-fd", str(ready_fd),
-        "--encrypted" if encrypted else "--plain",
+        *(["--encrypted"] if encrypted else []),
+        *([] if parent is None else ["--die-with-parent", str(parent)]),
     ]  # fmt: skip
-    return words if parent is None else [*words, "--die-with-parent", str(parent)]
 
 
 def environment(secret: bytes, environ: Mapping[str, str]) -> dict[str, str]:

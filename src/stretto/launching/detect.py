@@ -70,7 +70,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
+class _RankNumbers:
     """The four numbers every launcher gives, with the names under which it gives them."""
 
     rank: int
@@ -168,7 +168,7 @@ def _under_torchrun(environ: Environment) -> Launch:
     return launch
 
 
-def _under_scheduler(environ: Environment, launcher: str, place: _Numbers) -> Launch:
+def _under_scheduler(environ: Environment, launcher: str, place: _RankNumbers) -> Launch:
     """Slurm and MPI: they give ranks, the user gives the place to meet and, across machines, the secret."""
     if place.world_size == 1:
         return _launch(environ, launcher, place, None, None)
@@ -196,13 +196,13 @@ _RUN_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_b
 
 def _single(environ: Environment) -> Launch:
     names = ("rank", "world size", "local rank", "local world size")
-    return _launch(environ, "single", _Numbers(0, 1, 0, 1, names), None, None)
+    return _launch(environ, "single", _RankNumbers(0, 1, 0, 1, names), None, None)
 
 
 def _launch(
     environ: Environment,
     launcher: str,
-    place: _Numbers,
+    place: _RankNumbers,
     rendezvous: str | None,
     secret: bytes | None,
     *,
@@ -234,11 +234,11 @@ def _launch(
     )
 
 
-def _place(environ: Environment, rank: str, world: str, local_rank: str, local_world: str) -> _Numbers:
+def _place(environ: Environment, rank: str, world: str, local_rank: str, local_world: str) -> _RankNumbers:
     """Read four variables. The local two may be left out only in a job of one, where they say nothing."""
     world_size = _integer(environ, world, needed_with=rank)
     alone = world_size == 1
-    return _Numbers(
+    return _RankNumbers(
         rank=_integer(environ, rank, needed_with=world),
         world_size=world_size,
         local_rank=_integer(environ, local_rank, needed_with=rank, default=0 if alone else None),
@@ -247,12 +247,12 @@ def _place(environ: Environment, rank: str, world: str, local_rank: str, local_w
     )
 
 
-def _slurm_place(environ: Environment) -> _Numbers:
+def _slurm_place(environ: Environment) -> _RankNumbers:
     world = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     world_size = _integer(environ, world, needed_with="SLURM_PROCID")
     layout = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environ else "SLURM_TASKS_PER_NODE"
     local_world = _tasks_here(environ, layout, world_size)
-    return _Numbers(
+    return _RankNumbers(
         rank=_integer(environ, "SLURM_PROCID", needed_with=world),
         world_size=world_size,
         local_rank=_integer(environ, "SLURM_LOCALID", needed_with="SLURM_PROCID", default=0 if world_size == 1 else None),

@@ -15,7 +15,7 @@ import threading
 import time
 
 from stretto.launching.detect import Launch
-from stretto.launching.membership import Ended
+from stretto.launching.introduction_messages import Ended
 
 GRACE_S = 1.0
 TELL_S = 2.5

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import hashlib
 import ipaddress
 import os
 import socket
 import struct
-import sys
 import uuid
 from pathlib import Path
 
 from stretto.errors import ConfigurationError, RendezvousError
 
-_SIOCGIFCONF_LINUX = 0x8912  # all IPv4 addresses, secondary ones included
-_SIOCGIFADDR_BSD = 0xC0206921  # one IPv4 address of one interface
+_SIOCGIFCONF = 0x8912  # all IPv4 addresses, secondary ones included
 ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: the route there is the route to the outside world
 
 
 def host_identity() -> str:
-    """`name/digest`: equal for two processes exactly if they run on one kernel, in one network namespace, under one
-    name."""
+    """`name/digest`: equal for two processes exactly if they run on one kernel, in one network namespace, under one name."""
     name = socket.gethostname()
     digest = hashlib.sha256("\0".join((_boot_id(), _network_namespace(), name)).encode()).hexdigest()
     return f"{name}/{digest[:16]}"
@@ -40,7 +38,7 @@ def host_name(identity: str) -> str:
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # macOS and BSD: the hardware address tells machines apart
+    except OSError:  # a sandbox with a /proc of its own: the hardware address tells machines apart
         return f"{uuid.getnode():012x}"
 
 
@@ -53,8 +51,7 @@ def _network_namespace() -> str:
 
 def interfaces() -> list[tuple[str, str]]:
     """(name, address) of every address of this host: IPv4, then global IPv6."""
-    found = _ipv4_linux() if sys.platform == "linux" else _ipv4_bsd()
-    return found + _ipv6_linux()
+    return _ipv4() + _ipv6()
 
 
 def interface_of(ip: str) -> str | None:
@@ -76,16 +73,14 @@ def address_of(interface: str) -> str:
     )
 
 
-def _ipv4_linux() -> list[tuple[str, str]]:
-    import fcntl  # not on Windows
-
+def _ipv4() -> list[tuple[str, str]]:
     entry = 40 if struct.calcsize("P") == 8 else 32  # sizeof(struct ifreq)
     size = 64 * entry
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         while True:  # the kernel fills what fits: a full buffer may have cut the list
             buffer = array.array("B", bytes(size))
             request = struct.pack("iP", size, buffer.buffer_info()[0])
-            filled: int = struct.unpack("iP", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF_LINUX, request))[0]
+            filled: int = struct.unpack("iP", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))[0]
             if filled < size:
                 break
             size *= 2
@@ -96,23 +91,7 @@ def _ipv4_linux() -> list[tuple[str, str]]:
     ]
 
 
-def _ipv4_bsd() -> list[tuple[str, str]]:
-    try:
-        import fcntl
-    except ImportError:
-        return [("lo", "127.0.0.1")]
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR_BSD, struct.pack("16s16x", name.encode()))
-            except OSError:  # has no IPv4 address
-                continue
-            found.append((name, socket.inet_ntoa(answer[20:24])))
-    return found
-
-
-def _ipv6_linux() -> list[tuple[str, str]]:
+def _ipv6() -> list[tuple[str, str]]:
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:
@@ -124,12 +103,11 @@ def _ipv6_linux() -> list[tuple[str, str]]:
 
 def usable_processors() -> int:
     """How many processors this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """The first address of a host name, and its family; IPv4 is preferred. Raises `OSError` (`gaierror`) if it has
-    none."""
+    """The first address of a host name, and its family; IPv4 is preferred. Raises `OSError` (`gaierror`) if it has none."""
     answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, where = min(answers, key=lambda answer: answer[0] != socket.AF_INET)
     return family, str(where[0])

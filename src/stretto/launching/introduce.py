@@ -37,7 +37,7 @@ from stretto.launching.coordinator import PREFIX
 from stretto.launching.detect import Launch
 from stretto.launching.greeting import Listener, Who
 from stretto.launching.hosts import host_identity, interface_of, join_address, resolve, split_address
-from stretto.launching.membership import (
+from stretto.launching.introduction_messages import (
     PROTOCOL,
     Ask,
     Ended,
@@ -45,13 +45,12 @@ from stretto.launching.membership import (
     FromWorker,
     Join,
     Leave,
-    Peer,
     Refused,
     Table,
     Waiting,
-    ranks_text,
-    what_to_do,
-)  # fmt: skip
+)
+from stretto.launching.membership import what_to_do
+from stretto.launching.peers import Peer, ranks_text
 from stretto.launching.rendezvous import find_rendezvous, forget_secret, local_address
 from stretto.launching.zap import secure_client
 from stretto.timeouts import Timeouts

@@ -37,6 +37,7 @@ from stretto.errors import ConfigurationError, JobError, RendezvousError
 from stretto.launching import coordinator_process, hosts, launch_plan
 from stretto.launching.detect import Launch
 from stretto.launching.ended import EndedWorkers
+from stretto.launching.introduction_messages import Ended
 from stretto.launching.launch_plan import RunPlan
 from stretto.launching.launch_report import (
     TAIL_BYTES,
@@ -48,7 +49,6 @@ from stretto.launching.launch_report import (
     lost_block,
     what_it_does,
 )  # fmt: skip
-from stretto.launching.membership import Ended
 from stretto.launching.orphans import Orphans
 from stretto.launching.output import STDERR, STDOUT, Lines, Screen, prefix_of, wants_colour
 from stretto.launching.processes import Pipes, Processes, ProcessReport
@@ -210,19 +210,14 @@ class _NodeJob:
         env = coordinator_process.environment(plan.secret, self.environ)
         self.processes.start(COORDINATOR, argv, env, self.pipes[COORDINATOR], keep=[self.ready_write])
         deadline = time.monotonic() + READY_S
-        answer = b""
-        while not answer.endswith(b"\n"):
-            if not select.select([self.ready_read], [], [], 0)[0]:
-                self._turn(also=self.ready_read, until=deadline)
-                if self.stop is not None:
-                    return None
-                if time.monotonic() < deadline:
-                    continue
-            chunk = os.read(self.ready_read, 256) if time.monotonic() < deadline else b""
-            if not chunk:
-                raise RendezvousError(self._coordinator_problem(bind))
-            answer += chunk
-        host, port = hosts.split_address(answer.decode().strip())
+        while not select.select([self.ready_read], [], [], 0)[0] and time.monotonic() < deadline:
+            self._turn(also=self.ready_read, until=deadline)
+            if self.stop is not None:
+                return None
+        listens_at = coordinator_process.read_address(self.ready_read, deadline)
+        if listens_at is None:
+            raise RendezvousError(self._coordinator_problem(bind))
+        host, port = hosts.split_address(listens_at)
         return (plan.rendezvous[0], port) if plan.rendezvous is not None else (host, port)
 
     def _coordinator_problem(self, bind: tuple[str, int]) -> str:

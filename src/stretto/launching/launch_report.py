@@ -17,7 +17,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.launching.membership import ranks_text
+from stretto.launching.peers import ranks_text
 
 TAIL_LINES = 200
 TAIL_BYTES = 1 << 16

@@ -1,6 +1,6 @@
 """The file in which a worker leaves, at its end, how many bytes its wire has sent (STRETTO_LEDGER names it).
 
-Written by `session.Job.close`, read by the lab, which sets it beside what the network interfaces counted.
+Written by `Job.close`, read by the lab, which sets it beside what the network interfaces counted.
 """
 
 from __future__ import annotations

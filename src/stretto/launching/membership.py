@@ -1,13 +1,6 @@
 """How workers are introduced to each other: a state machine (`protocol/machine.py`) without a socket, a clock or a thread.
 
-    worker -> coordinator      Join, Ask, Leave
-    launcher -> coordinator    Ended (a worker that the others need not wait for)
-    coordinator -> worker      Waiting (who is missing), Table (everybody: the job is formed), Refused (why not)
-    coordinator <-> CHECKER    Check (does that address answer?), Checked
-    DOOR -> coordinator        Refusal (somebody was turned away)
-
-The checker and the door are parts of the coordinator's own process, and neither can be impersonated: a node's name is bytes
-where it comes from the network, and `Checked` and `Refusal` are not among the headers that are read there. The phases:
+What is said is in `introduction_messages.py`. The phases:
 
     FORMING --all joined, all addresses answer--> FORMED --all left--> finished
        \\--deadline, unreachable address, a worker leaves or has ended--> FAILED --all told, or LINGER_S later--> finished
@@ -22,125 +15,28 @@ ones take their places, and afterwards they wait for the coordinator of the next
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
-
-import msgspec
 
 from stretto.launching.hosts import host_name, is_loopback, split_address
+from stretto.launching.introduction_messages import (
+    CHECKER,
+    Ask,
+    Check,
+    Checked,
+    Ended,
+    FromWorker,
+    Join,
+    Leave,
+    Refusal,
+    Refused,
+    Table,
+    Waiting,
+    Why,
+)  # fmt: skip
+from stretto.launching.peers import Peer, ranks_text
 from stretto.protocol.machine import Actions, Machine, Node, SendMessage, SetTimer
 
-PROTOCOL = 4  # goes in front of every message; raise it when a message changes its meaning
 LINGER_S = 30.0  # how long a failed job tells latecomers why
-CHECKER: Final = "checker"
-DOOR: Final = "door"
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """One worker, as the others need to know it."""
-
-    rank: int
-    local_rank: int
-    host: str  # same string = same machine and same network: boot id + network namespace (see launching/hosts.py)
-    address: str  # "ip:port" of its one port
-    pid: int
-    pid_namespace: str = ""  # where `pid` means this process: containers may share a network and not their processes
-    generation: int = 0  # of the view in which it joined: with the rank, it names one life of a worker
-
-    def sees(self, other: Peer) -> bool:
-        """Whether `other` is a process that can be looked up in this one's /proc."""
-        return (self.host, self.pid_namespace) == (other.host, other.pid_namespace)
-
-
-class Join(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True):
-    """I am here and listen at this address."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    host: str
-    interface: str
-    address: str
-    pid: int
-    pid_namespace: str
-    encrypted: bool  # whether this worker encrypts what it sends to other workers
-    token: str  # random, one per attempt: tells a repeated Join from another worker with the same rank
-    patience_s: float  # how long this worker can wait for the answer
-    meet_s: float  # how long it was told to wait in all, for messages
-    restart: int = 0  # how often its launcher has started it again
-
-
-class Ask(msgspec.Struct, frozen=True, tag="ask", forbid_unknown_fields=True):
-    """Who is still missing?"""
-
-    rank: int
-    token: str
-
-
-class Leave(msgspec.Struct, frozen=True, tag="leave", forbid_unknown_fields=True):
-    """Goodbye."""
-
-    rank: int
-    host: str
-    pid: int
-
-
-class Ended(msgspec.Struct, frozen=True, tag="ended", forbid_unknown_fields=True):
-    """The process of this worker has ended, says the launcher that started it. It may never have called `stretto.init()`."""
-
-    rank: int
-    local_rank: int
-    host: str
-    pid: int
-    restart: int
-    how: str  # "exited with code 0"
-
-
-class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
-    missing: list[int]
-    refused: str = ""  # who was turned away meanwhile: perhaps one of the missing, with another secret
-
-
-class Table(msgspec.Struct, frozen=True, tag="table"):
-    peers: list[Peer]  # in order of rank
-    nonce: bytes  # with the secret, this gives the keys of this job's wires (see `secret.py`)
-
-
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    kind: str  # "configuration", "job", "unreachable": which error the worker raises
-    reason: str
-
-
-FromWorker = Join | Ask | Leave | Ended
-FromCoordinator = Waiting | Table | Refused
-
-
-class Check(msgspec.Struct, frozen=True, tag="check"):
-    """Does somebody accept connections at this address?"""
-
-    rank: int
-    token: str
-    address: str
-
-
-class Checked(msgspec.Struct, frozen=True, tag="checked"):
-    check: Check
-    why_not: str | None  # None: somebody does
-
-
-class Why(enum.Enum):
-    """What somebody who was turned away at the door had done wrong."""
-
-    SECRET = "did not know the job secret"
-    ENCRYPTION = "had another STRETTO_ENCRYPT"
-    OTHERWISE = "did not present itself as a worker does (another program, or another version of stretto)"
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    why: Why
-    address: str
 
 
 class Phase(enum.Enum):
@@ -486,16 +382,3 @@ def what_to_do(refusals: str) -> str:
         "Read the output of the missing workers: they may have failed, be on a machine that was not started, or "
         "be unable to reach the rendezvous. Allow more time with --meet-timeout SECONDS or STRETTO_MEET_TIMEOUT."
     )
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """`rank 2`, `ranks 2, 3`, `ranks 1, 4-7`: short also when thousands are meant."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [", ".join(map(str, run)) if len(run) < 3 else f"{run[0]}-{run[-1]}" for run in runs]
-    plural = len(runs) != 1 or len(runs[0]) != 1
-    return f"rank{'s' if plural else ''} {', '.join(parts)}"

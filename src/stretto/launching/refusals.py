@@ -15,7 +15,7 @@ from __future__ import annotations
 import zmq
 
 from stretto.launching.doorstep import Doorstep
-from stretto.launching.membership import Refusal, Why
+from stretto.launching.introduction_messages import Refusal, Why
 from stretto.launching.monitor import next_report, open_monitor
 
 AT_ONCE = 100  # reports read in one go, so that a flood of them does not keep the server from its work

@@ -43,7 +43,7 @@ from stretto.launching.hosts import (
     join_address,
     split_address,
 )
-from stretto.launching.membership import ranks_text
+from stretto.launching.peers import ranks_text
 from stretto.timeouts import Timeouts
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import ctypes
 import math
 import multiprocessing
 import os
@@ -49,6 +48,7 @@ from stretto.errors import BackwardFailed, ConfigurationError, FrameError, JobEr
 from stretto.launching import coordinator_process, hosts, launch_plan, secret
 from stretto.launching.detect import switch
 from stretto.launching.launch_report import how_it_ended
+from stretto.launching.supervisor import end_with_parent
 
 R = TypeVar("R")
 StartMethod = Literal["spawn", "fork"]
@@ -58,7 +58,6 @@ READY_S = 30.0
 ACCUSED_S = 1.0  # how long a worker lost to `PeerLost` waits for the peer it accuses to confess: see launch_report
 END_S = 2.0
 LAST_WORD_S = 1.0
-PR_SET_PDEATHSIG = 1
 GO = b"go"
 NO_BACKWARD_IN_A_FORK = (
     "\nThe process that called launch has run a backward, for which torch has started threads there. The workers are copies of "
@@ -365,7 +364,7 @@ def _worker_main(variables: dict[str, str], work: Any, pipe: Connection, not_our
     for descriptor in not_ours:
         os.close(descriptor)  # else the guard would not meet end-of-file while we live
     os.setsid()
-    _end_with(parent)
+    end_with_parent(parent)
     try:
         pipe.recv_bytes()
     except EOFError:
@@ -374,13 +373,6 @@ def _worker_main(variables: dict[str, str], work: Any, pipe: Connection, not_our
     if "torch" in sys.modules and not isinstance(work, bytes):  # forked
         sys.modules["torch"].set_num_threads(1)
     pipe.send_bytes(_message(_outcome(work)))
-
-
-def _end_with(parent: int) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before the request was in force
 
 
 def _outcome(work: Any) -> _Outcome:

@@ -11,8 +11,6 @@ Who dies, and why nobody is left behind:
   supervisor, even those that made a session of their own, and are ended with the job.
 - the supervisor itself: each worker asked the kernel for SIGKILL at its parent's death. (The supervisor has one thread, which
   forks.)
-On systems without /proc and subreapers only process groups are signalled: a grandchild that leaves its group escapes
-there.
 
 Commands, one JSON object a line:
     {"do": "start", "name": N, "argv": [...], "env": {...}, "stdio": [in, out, err], "keep": [fd, ...]}
@@ -44,18 +42,22 @@ LEAVE_S = 1.0  # after the last worker: helpers such as multiprocessing's resour
 TERMINATE_S = 2.0  # after SIGTERM
 GIVE_UP_S = 2.0  # after SIGKILL: only a process stuck in the kernel is left then, and nobody can end that
 
-on_linux = sys.platform.startswith("linux")
-
 
 def prctl(option: int, value: int) -> None:
-    if on_linux:
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread of `parent` that made it ends."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before the request was in force
 
 
 def descendants(root: int) -> list[int]:
-    """Every process below `root`, from one pass over /proc; empty where there is no /proc."""
+    """Every process below `root`, from one pass over /proc."""
     children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc") if on_linux else ():
+    for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 with open(f"/proc/{entry}/stat", "rb") as stat:
@@ -83,7 +85,6 @@ class Supervisor:
         self.reports = reports
         self.pid = os.getpid()
         self.running: dict[int, str] = {}  # pid (= process group) -> name
-        self.started: list[int] = []
         self.unread = b""
         self.finishing = False
 
@@ -126,7 +127,6 @@ class Supervisor:
         if pid == 0:
             self.become(command)
         self.running[pid] = command["name"]
-        self.started.append(pid)
         for descriptor in {*command["stdio"], *command["keep"]}:
             os.close(descriptor)  # else the launcher would never see the worker's end-of-file
         self.report(command["name"], pid, None)
@@ -135,9 +135,7 @@ class Supervisor:
         """In the child: from here to exec. Every other descriptor closes at exec (Python's are not inheritable)."""
         try:
             os.setsid()
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != self.pid:
-                os._exit(1)  # the supervisor died before the request was in force
+            end_with_parent(self.pid)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
@@ -169,12 +167,8 @@ class Supervisor:
                 self.report(name, pid, os.waitstatus_to_exitcode(status))
 
     def signal_everything(self, number: int) -> None:
-        if on_linux:
-            for pid in descendants(self.pid):
-                send_signal(pid, number)
-        else:
-            for pid in self.started:
-                send_signal(pid, number, group=True)
+        for pid in descendants(self.pid):
+            send_signal(pid, number)
 
     def kill(self) -> None:
         self.signal_everything(signal.SIGKILL)

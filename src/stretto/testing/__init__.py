@@ -59,7 +59,7 @@ from typing import Any
 
 from stretto.errors import ConfigurationError, WireTimeout
 from stretto.launching.detect import Launch
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.testing.faults import Fault
 from stretto.testing.in_process import InProcessWire, WireKilled
 from stretto.testing.network_model import NetworkModel
@@ -101,16 +101,15 @@ def run_threads(
     *args: Any,
     timeout_s: float = 60.0,
     wires: Sequence[Wire] | None = None,
-    check: bool = True,
 ) -> list[Any]:
     """Run `program(wire, *args)` as ranks 0..size-1 and return their results. See the module's text.
 
-    Without `wires` the ranks get a fresh `threads_world(size, check=check)`, closed rank by rank as they return: a rank
+    Without `wires` the ranks get a fresh `threads_world(size, check=True)`, closed rank by rank as they return: a rank
     that waits for one that has returned gets `PeerLost`. Given wires stay open, but a virtual one no longer holds the
     clock once its rank has returned. The place of a rank that was killed (its `WireKilled` escaped) holds None.
     """
     if wires is None:
-        return _run_ranks(threads_world(size, check=check), program, args, timeout_s, close=True)
+        return _run_ranks(threads_world(size, check=True), program, args, timeout_s, close=True)
     if len(wires) != size:
         raise ConfigurationError(f"run_threads({size}, wires=...): {len(wires)} wires for {size} ranks. Give one for each.")
     return _run_ranks(wires, program, args, timeout_s, close=False)
@@ -147,7 +146,6 @@ def run_jobs(
     timeout_s: float = 60.0,
     timeouts: Timeouts | None = None,
     hosts: Sequence[str] | None = None,
-    check: bool = True,
 ) -> list[Any]:
     """Run `program(job, *args)` as ranks 0..size-1, each in a thread with a job of its own, as `stretto.init()` would give it.
 
@@ -165,7 +163,7 @@ def run_jobs(
     def on_wire(wire: Wire) -> Any:
         return _in_a_job(wire, patience, hosts, program, args)
 
-    return run_threads(size, on_wire, timeout_s=timeout_s, wires=threads_world(size, check=check))
+    return run_threads(size, on_wire, timeout_s=timeout_s, wires=threads_world(size, check=True))
 
 
 def _in_a_job(

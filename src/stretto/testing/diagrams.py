@@ -1,22 +1,14 @@
-"""Pictures of plans, drawn from the plans themselves, so that they cannot disagree with what runs.
-
-`as_text` is a table for terminals and logs: a row per step, a column per rank, and in each cell what that rank does:
+"""A plan as a table for terminals and logs: a row per step, a column per rank, and in each cell what that rank does:
 
     >2[0:4]     sends chunks 0..3 to rank 2          +1[3]   adds chunk 3 from rank 1
     =1[3]       keeps chunk 3 from rank 1            W+=D    adds DATA to WORK (D=W copies WORK to DATA)
 
-`as_svg` is a space-time picture: ranks are vertical lines, time goes down, a message is an arrow from its sender at the
-beginning of a step to its receiver at the end, coloured by what becomes of it (added or copied) and labelled with its
-chunks. Colours are middle tones and the ground is transparent: readable on light and on dark pages.
+(The pictures in docs/collectives.md are drawn by docs/plan_pictures.py, from the plans as well.)
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from math import hypot
-from xml.sax.saxutils import escape
-
-from stretto.collectives.plan import Buffer, Local, Operation, Plan, PlanMaker, Recv, Send
+from stretto.collectives.plan import Buffer, Local, Operation, PlanMaker, Send
 
 _LETTER = {Buffer.DATA: "D", Buffer.WORK: "W"}
 
@@ -27,175 +19,23 @@ def as_text(maker: PlanMaker, size: int) -> str:
     steps = max(plan.num_steps for plan in plans)
     rows = [["step", *(f"rank {rank}" for rank in range(size))]]
     for step in range(steps):
-        cells = [" ".join(_word(o, plan.num_chunks) for o in plan.operations if o.step == step) for plan in plans]
+        cells = [" ".join(word_of(o, plan.num_chunks) for o in plan.operations if o.step == step) for plan in plans]
         rows.append([str(step), *cells])
     widths = [max(len(row[column]) for row in rows) for column in range(size + 1)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _word(operation: Operation, num_chunks: int) -> str:
+def word_of(operation: Operation, num_chunks: int) -> str:
+    """What a rank does in one operation."""
     if isinstance(operation, Local):
         sign = "+=" if operation.add else "="
-        return f"{_LETTER[operation.target]}{sign}{_LETTER[operation.source]}{_range(operation, num_chunks)}"
+        return f"{_LETTER[operation.target]}{sign}{_LETTER[operation.source]}{chunks_of(operation, num_chunks)}"
     sign = ">" if isinstance(operation, Send) else "+" if operation.add else "="
-    return f"{sign}{operation.peer}{_range(operation, num_chunks)}"
+    return f"{sign}{operation.peer}{chunks_of(operation, num_chunks)}"
 
 
-def _range(operation: Operation, num_chunks: int) -> str:
+def chunks_of(operation: Operation, num_chunks: int) -> str:
     """The chunks of an operation; nothing when it is the whole vector or empty."""
     if operation.hi == operation.lo or (operation.lo, operation.hi) == (0, num_chunks):
         return ""
     return f"[{operation.lo}]" if operation.hi == operation.lo + 1 else f"[{operation.lo}:{operation.hi}]"
-
-
-# ---------------------------------------------------------------- svg
-
-_COLUMN, _STEP, _TOP, _LEFT, _FOOT = 120, 66, 64, 74, 44
-_ADD, _COPY, _EMPTY, _INK, _FAINT = "#d9730d", "#2f80c9", "#8a8f98", "#80868f", "#9aa0a8"
-_FONT = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
-
-
-def as_svg(maker: PlanMaker, size: int) -> str:
-    """The plan as a picture: a self-contained SVG document."""
-    plans = [maker(rank, size) for rank in range(size)]
-    steps = max(plan.num_steps for plan in plans)
-    width, height = 2 * _LEFT + (size - 1) * _COLUMN, _TOP + max(1, steps) * _STEP + _FOOT
-    body = [*_frame(plans[0], steps), *_arrows(plans), *_locals(plans), *_legend(plans, height)]
-    title = escape(f"{plans[0].kind.value}: {plans[0].algorithm}, {size} ranks")
-    return "\n".join(
-        [
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' "
-            f"role='img' aria-label='{title}'>",
-            f"<title>{title}</title>",
-            f"<defs>{''.join(_head(name, colour) for name, colour in _COLOURS.items())}</defs>",
-            *body,
-            "</svg>\n",
-        ]
-    )
-
-
-_COLOURS = {"add": _ADD, "copy": _COPY, "empty": _EMPTY}
-
-
-def _head(name: str, colour: str) -> str:
-    return (
-        f"<marker id='{name}' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' markerHeight='7' orient='auto'>"
-        f"<path d='M0,0.8 L8,4 L0,7.2 z' fill='{colour}'/></marker>"
-    )
-
-
-def _x(rank: int) -> int:
-    return _LEFT + rank * _COLUMN
-
-
-def _text(
-    x: float, y: float, words: str, *, colour: str = _INK, size: int = 12, anchor: str = "middle", bold: bool = False
-) -> str:
-    weight = " font-weight='600'" if bold else ""
-    return (
-        f"<text x='{x:.1f}' y='{y:.1f}' {_FONT} font-size='{size}' fill='{colour}' text-anchor='{anchor}'{weight}>"
-        f"{escape(words)}</text>"
-    )
-
-
-def _frame(plan: Plan, steps: int) -> list[str]:
-    """Title, rank lines, and a faint rule at the beginning of every step."""
-    bottom, right = _TOP + max(1, steps) * _STEP, _x(plan.size - 1)
-    chunks = f", {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
-    parts = [_text(12, 20, f"{plan.algorithm}, {plan.size} ranks{chunks}", size=13, anchor="start", bold=True)]
-    for step in range(steps):
-        y = _TOP + step * _STEP
-        parts.append(f"<path d='M{_LEFT - 26},{y} H{right + 26}' stroke='{_FAINT}' stroke-width='0.6' stroke-dasharray='2 4'/>")
-        parts.append(_text(12, y + _STEP / 2 + 4, f"step {step}", size=11, anchor="start"))
-    for rank in range(plan.size):
-        parts.append(_text(_x(rank), _TOP - 14, f"rank {rank}", bold=True))
-        parts.append(f"<path d='M{_x(rank)},{_TOP - 6} V{bottom + 6}' stroke='{_INK}' stroke-width='1.6'/>")
-    return parts
-
-
-def _arrows(plans: list[Plan]) -> list[str]:
-    """One arrow per message. Several between the same two ranks in one step stand apart."""
-    becomes = _fates(plans)
-    lines: list[str] = []
-    labels: list[str] = []
-    for plan in plans:
-        count: defaultdict[int, int] = defaultdict(int)
-        beside: defaultdict[tuple[int, int], int] = defaultdict(int)
-        same_side: defaultdict[tuple[int, bool], int] = defaultdict(int)
-        for send in plan.operations:
-            if not isinstance(send, Send):
-                continue
-            fate = becomes[plan.rank, send.peer, count[send.peer]]
-            count[send.peer] += 1
-            shift = 14 * beside[send.step, send.peer]
-            beside[send.step, send.peer] += 1
-            lines.append(_arrow(plan.rank, send, fate, shift))
-            words = _range(send, plan.num_chunks).strip("[]")
-            if words:
-                side = send.step, send.peer > plan.rank
-                labels.append(_label(plan.rank, send, words, _COLOURS[fate], shift, 30 + 22 * same_side[side]))
-                same_side[side] += 1
-    return lines + labels
-
-
-def _fates(plans: list[Plan]) -> dict[tuple[int, int, int], str]:
-    """What the k-th message from a to b is used for."""
-    fates: dict[tuple[int, int, int], str] = {}
-    for plan in plans:
-        count: defaultdict[int, int] = defaultdict(int)
-        for recv in plan.operations:
-            if isinstance(recv, Recv):
-                fate = "empty" if recv.lo == recv.hi else "add" if recv.add else "copy"
-                fates[recv.peer, plan.rank, count[recv.peer]] = fate
-                count[recv.peer] += 1
-    return fates
-
-
-def _ends(rank: int, send: Send, shift: int) -> tuple[float, float, float, float]:
-    top = _TOP + send.step * _STEP
-    direction = 1 if send.peer > rank else -1
-    return _x(rank) + 3 * direction, top + 7 + shift, _x(send.peer) - 4 * direction, top + _STEP - 22 + shift
-
-
-def _arrow(rank: int, send: Send, fate: str, shift: int) -> str:
-    x1, y1, x2, y2 = _ends(rank, send, shift)
-    return (
-        f"<path d='M{x1:.1f},{y1:.1f} L{x2:.1f},{y2:.1f}' stroke='{_COLOURS[fate]}' stroke-width='1.8' fill='none' "
-        f"marker-end='url(#{fate})'/>"
-    )
-
-
-def _label(rank: int, send: Send, words: str, colour: str, shift: int, distance: int) -> str:
-    """The chunks, that far along the arrow and just above it."""
-    x1, y1, x2, y2 = _ends(rank, send, shift)
-    along = distance / hypot(x2 - x1, y2 - y1)
-    x, y = x1 + along * (x2 - x1), y1 + along * (y2 - y1)
-    return _text(x, y - 5, words, colour=colour, size=11)
-
-
-def _locals(plans: list[Plan]) -> list[str]:
-    """Local work as a word on the rank's line, at the end of its step."""
-    parts: list[str] = []
-    for plan in plans:
-        words: defaultdict[int, list[str]] = defaultdict(list)
-        for operation in plan.operations:
-            if isinstance(operation, Local):
-                words[operation.step].append(_word(operation, plan.num_chunks))
-        for step, said in words.items():
-            y = _TOP + (step + 1) * _STEP - 7
-            parts.append(_text(_x(plan.rank) + 5, y, ", ".join(said), size=9, anchor="start"))
-    return parts
-
-
-def _legend(plans: list[Plan], height: int) -> list[str]:
-    meaning = {"add": "added on arrival", "copy": "copied", "empty": "empty message"}
-    used = sorted(set(_fates(plans).values()))
-    parts: list[str] = []
-    x, y = 12, height - 14
-    for fate in used:
-        parts.append(f"<path d='M{x},{y - 4} h26' stroke='{_COLOURS[fate]}' stroke-width='1.8' marker-end='url(#{fate})'/>")
-        parts.append(_text(x + 33, y, meaning[fate], size=11, anchor="start"))
-        x += 150
-    if any(plan.needs_work_buffer for plan in plans):
-        parts.append(_text(x, y, "D: data, W: work", size=11, anchor="start"))
-    return parts

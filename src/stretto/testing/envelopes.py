@@ -24,30 +24,13 @@ class BufferChanged(AssertionError):
     def __init__(self, envelope: Envelope) -> None:
         super().__init__(
             f"rank {envelope.source} changed the {envelope.num_bytes} bytes it was sending to rank {envelope.target} "
-            f"({envelope.tag}) "
-            f"before the send was done, so what arrived is not what was sent.\n"
+            f"({envelope.tag}) before the send was done, so what arrived is not what was sent.\n"
             f"Keep the memory as it is until handle.done, or send a copy."
         )
 
 
 class Envelope:
     """One message under way, with the sender's memory in it until it has been read."""
-
-    __slots__ = (
-        "_check",
-        "_lock",
-        "_view",
-        "acknowledged",
-        "changed",
-        "copy",
-        "dtype",
-        "handle",
-        "num_bytes",
-        "origin",
-        "source",
-        "tag",
-        "target",
-    )
 
     def __init__(self, origin: Life, target: int, tag: Tag, dtype: int, view: memoryview, handle: Handle, check: bool):
         self.source, self.target, self.tag, self.dtype = origin.rank, target, tag, dtype
@@ -119,8 +102,8 @@ class Posted:
 
 
 @dataclass(frozen=True, slots=True)
-class Introduction:
-    """A newcomer introduces itself."""
+class Knock:
+    """A newcomer wants to come in."""
 
     origin: Life
 
@@ -137,4 +120,4 @@ class Goodbye:
     retired_in: int | None = None  # the generation in which the sender has retired the receiver; None: the sender leaves
 
 
-Item = Arrival | Sent | Posted | Introduction | Gone | Goodbye
+Item = Arrival | Sent | Posted | Knock | Gone | Goodbye

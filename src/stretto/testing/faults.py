@@ -95,9 +95,8 @@ class FaultLedger:
         idle = [name for name in self.expected if not self.fired[name]]
         if idle:
             raise AssertionError(
-                f"injected faults that had no effect: {', '.join(idle)}. The run was over, or nothing was there to "
-                f"hit, "
-                f"when they were due; move them earlier or make the run longer. Fired: {dict(self.fired)}"
+                f"injected faults that had no effect: {', '.join(idle)}. The run was over, or nothing was there "
+                f"to hit, when they were due; move them earlier or make the run longer. Fired: {dict(self.fired)}"
             )
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from stretto.errors import ConfigurationError, PeerLost, WireError
-from stretto.launching.membership import Peer
-from stretto.testing.envelopes import Arrival, BufferChanged, Envelope, Gone, Goodbye, Introduction, Item, Posted, Sent
-from stretto.wire.base import Consume, Handle, OnMessage, Tag
-from stretto.wire.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_POST_BYTES
+from stretto.launching.peers import Peer
+from stretto.testing.envelopes import Arrival, BufferChanged, Envelope, Gone, Goodbye, Item, Knock, Posted, Sent
+from stretto.wire.base import Handle
+from stretto.wire.frames import HEADER_BYTES
 from stretto.wire.handshake import Life
 from stretto.wire.mailbox import Key, MailboxWire, PostedReceive, retired_by_it
 
@@ -76,55 +76,23 @@ class InProcessWire(MailboxWire[Envelope]):
 
     # The contract
 
-    def send(self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None) -> Handle:
-        self._enter()
-        self._check_peer("send", to)
-        handle = Handle(to, tag, on_done)
-        view = _flat(data, to, tag)
-        if (lost := self._loss_of(to)) is not None:
-            handle.finish(lost)
-            return handle
-        self._sent += view.nbytes + HEADER_BYTES
-        envelope = Envelope(self.life, to, tag, dtype, view, handle, self._check)
+    def _send(self, handle: Handle, data: memoryview, dtype: int) -> None:
+        if not data.c_contiguous:
+            raise ConfigurationError(
+                f"send of {data.nbytes} bytes to rank {handle.peer} ({handle.tag}): the memory is not contiguous, so it is not "
+                f"one run of bytes.\nSend a contiguous copy."
+            )
+        self._sent += data.nbytes + HEADER_BYTES
+        view = data.cast("B") if data.nbytes else memoryview(b"")
+        envelope = Envelope(self.life, handle.peer, handle.tag, dtype, view, handle, self._check)
         self._sending[id(envelope)] = envelope
         self._transmit(envelope)
-        return handle
-
-    def recv(
-        self,
-        source: int,
-        tag: Tag,
-        num_bytes: int,
-        dtype: int,
-        consume: Consume,
-        on_done: Callable[[Handle], None] | None = None,
-        into: memoryview | None = None,
-    ) -> Handle:
-        self._enter()
-        return super().recv(source, tag, num_bytes, dtype, consume, on_done, into)
-
-    def post(self, to: int, topic: int, body: bytes) -> None:
-        self._enter()
-        self._check_peer("post", to)
-        _check_length("post", len(body), MAX_POST_BYTES)
-        self._post(to, topic, body)
 
     def _post(self, to: int, topic: int, body: bytes) -> None:
         if to in self.lost or to in self._left:
             return
         self._sent += len(body) + HEADER_BYTES
         self._transmit_post(to, Posted(self.life, topic, bytes(body)))
-
-    def serve(self, channel: int, on_message: OnMessage, credit_bytes: int) -> None:
-        self._enter()
-        super().serve(channel, on_message, credit_bytes)
-
-    def offer(
-        self, to: int, channel: int, header: bytes, payload: memoryview, on_done: Callable[[Handle], None] | None = None
-    ) -> Handle:
-        self._enter()
-        self._loss_of(to)
-        return super().offer(to, channel, header, payload, on_done)
 
     @property
     def peers(self) -> list[int]:
@@ -202,7 +170,7 @@ class InProcessWire(MailboxWire[Envelope]):
                 self._finish_send(envelope)
             case Posted(origin, topic, body):
                 self._hear(origin.rank, topic, body)
-            case Introduction(origin):
+            case Knock(origin):
                 if origin.rank in self._admitted:
                     self._joined(origin.rank)
             case Gone(origin, reason):
@@ -268,9 +236,7 @@ class InProcessWire(MailboxWire[Envelope]):
         return [envelope.handle for _, envelope in stopped]
 
     def _release(self) -> None:
-        """Forget everything at the end. What is still under way goes out as it is now: the memory is the caller's
-        again.
-        """
+        """Forget everything at the end. What is still under way goes out as it is now: the memory is the caller's again."""
         for envelope in self._sending.values():
             envelope.read()
         self._sending.clear()
@@ -279,22 +245,3 @@ class InProcessWire(MailboxWire[Envelope]):
         self._unheard.clear()
         self._inbox.clear()
         self._untold.clear()
-
-
-def _flat(data: memoryview, to: int, tag: Tag) -> memoryview:
-    if not data.c_contiguous:
-        raise ConfigurationError(
-            f"send of {data.nbytes} bytes to rank {to} ({tag}): the memory is not contiguous, so it is not one run of "
-            f"bytes.\n"
-            f"Send a contiguous copy."
-        )
-    _check_length("send", data.nbytes, MAX_PAYLOAD_BYTES)
-    return data.cast("B") if data.nbytes else memoryview(b"")
-
-
-def _check_length(verb: str, num_bytes: int, limit: int) -> None:
-    if num_bytes > limit:
-        raise ConfigurationError(
-            f"{verb} of {num_bytes} bytes: one message carries at most {limit}, so that none holds up the others. "
-            f"Send it in pieces."
-        )

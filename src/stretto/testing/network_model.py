@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 from stretto.errors import ConfigurationError
@@ -55,18 +55,7 @@ class Exponential:
         return random.expovariate(1.0 / self.mean_s) if self.mean_s > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class LogNormal:
-    """A heavy tail: median `median_s`; `sigma` = 1 puts one message in a hundred above ten medians."""
-
-    median_s: float
-    sigma: float
-
-    def draw(self, random: Random) -> float:
-        return self.median_s * math.exp(random.gauss(0.0, self.sigma))
-
-
-Delay = Constant | Uniform | Exponential | LogNormal
+Delay = Constant | Uniform | Exponential
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +106,9 @@ class NetworkModel:
     `links[a, b]` is the direction from a to b; every other pair uses `default`. A killed rank is known lost to the
     others after `detect_s` (its connections are reset), a paused or cut-off one after `silence_s` without a heartbeat.
 
-    >>> model = NetworkModel(Link(latency_s=1e-4, bytes_per_s=1e9)).with_slow(2, factor=10, size=3)
-    >>> model.link(0, 1).bytes_per_s, model.link(0, 2).bytes_per_s, model.link(2, 1).bytes_per_s
-    (1000000000.0, 100000000.0, 100000000.0)
+    >>> model = NetworkModel(Link(latency_s=1e-4), links={(0, 2): Link(latency_s=1e-3)})
+    >>> model.link(0, 1).latency_s, model.link(0, 2).latency_s
+    (0.0001, 0.001)
     """
 
     default: Link = field(default_factory=Link)
@@ -131,8 +120,7 @@ class NetworkModel:
         if not (self.detect_s >= 0 and self.silence_s > 0):
             raise ConfigurationError(
                 f"NetworkModel(detect_s={self.detect_s!r}, silence_s={self.silence_s!r}): peers cannot be found lost "
-                f"before they "
-                f"are. Write detect_s >= 0 and silence_s > 0."
+                f"before they are. Write detect_s >= 0 and silence_s > 0."
             )
 
     def link(self, source: NodeName, target: NodeName) -> Link:
@@ -140,15 +128,6 @@ class NetworkModel:
 
     def all_links(self) -> list[Link]:
         return [self.default, *self.links.values()]
-
-    def with_slow(self, rank: int, *, factor: float, size: int) -> NetworkModel:
-        """The same network where every link to and from `rank` has `factor` times less bandwidth."""
-        changed = dict(self.links)
-        for other in range(size):
-            for pair in ((rank, other), (other, rank)):
-                link = self.link(*pair)
-                changed[pair] = replace(link, bytes_per_s=link.bytes_per_s / factor)
-        return replace(self, links=changed)
 
 
 class Interfaces:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable
 
 from stretto.errors import ConfigurationError
-from stretto.testing.envelopes import Arrival, Envelope, Gone, Goodbye, Introduction, Item, Posted, Sent
+from stretto.testing.envelopes import Arrival, Envelope, Gone, Goodbye, Item, Knock, Posted, Sent
 from stretto.testing.in_process import InProcessWire
 from stretto.wire.handshake import Life
 
@@ -49,7 +49,7 @@ class ThreadsWire(InProcessWire):
         """The wire of a rank that joins this rank's view, or comes back to it under a later generation."""
         made = ThreadsWire(rank, self._world, self.world_size, self._check, self._eager, generation, self.members())
         self._world[rank] = made
-        made._tell_others(Introduction(made.life))
+        made._tell_others(Knock(made.life))
         return made
 
     def progress(self, timeout_s: float) -> None:

@@ -29,7 +29,7 @@ says whose contributions it holds. The cost is one table look-up per chunk and o
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.collectives.plan import Buffer, Kind, Local, Operation, Plan, PlanMaker, Recv, Send
@@ -54,7 +54,7 @@ def verify_plans(plans: Sequence[Plan]) -> None:
     numbers = _check_pairing(plans)
     world = _World(plans, numbers)
     world.run()
-    _PROMISES[plans[0].kind](plans[0], world)
+    _check_promises(plans[0], world)
 
 
 def _fail(plan: Plan, law: str, problem: str) -> PlanError:
@@ -107,6 +107,7 @@ def _check_ports(plan: Plan) -> None:
 
 
 CUT_BY_RANK = (Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.GATHER, Kind.SCATTER, Kind.ALL_TO_ALL)  # as many chunks as ranks
+SUM = "the sum of all contributions"
 Message = tuple[int, int, int]  # sender, receiver, number
 
 
@@ -315,8 +316,50 @@ def _touched(operation: Operation) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------- what each kind promises
 
 
-def _holds_sum(plan: Plan, world: _World, rank: int, chunk: int) -> int:
-    """Check that the rank's chunk is the sum of all contributions; returns its expression."""
+def _promise(plan: Plan, rank: int, chunk: int) -> str | tuple[int, int] | None:
+    """What a rank's chunk is in the end: SUM, (source, chunk of the source) or, where nothing is promised, None."""
+    match plan.kind:
+        case Kind.ALL_REDUCE:
+            return SUM
+        case Kind.REDUCE:
+            return SUM if rank == plan.root else None
+        case Kind.REDUCE_SCATTER:
+            return SUM if rank == chunk else None
+        case Kind.BROADCAST:
+            return plan.root, chunk
+        case Kind.ALL_GATHER:
+            return chunk, chunk
+        case Kind.GATHER:
+            return (chunk, chunk) if rank == plan.root else None
+        case Kind.SCATTER:
+            return (plan.root, rank) if rank == chunk else None
+        case Kind.ALL_TO_ALL:
+            return chunk, rank
+        case Kind.BARRIER:
+            return None
+
+
+def _check_promises(plan: Plan, world: _World) -> None:
+    for chunk in range(plan.num_chunks):
+        sums: dict[int, int] = {}  # expression -> a rank that ends with it
+        for rank in range(plan.size):
+            match _promise(plan, rank, chunk):
+                case (int(source), int(source_chunk)):
+                    _check_symbol(plan, world, rank, chunk, source, source_chunk)
+                case str():
+                    sums.setdefault(_check_sum(plan, world, rank, chunk), rank)
+        if len(sums) > 1:
+            one, other = list(sums.values())[:2]
+            raise _fail(plan, "bits", f"ranks {one} and {other} add chunk {chunk} in different orders")
+    if plan.kind is Kind.BARRIER:
+        for rank, state in enumerate(world.ranks):
+            missing = [r for r in range(plan.size) if not state.entered >> r & 1]
+            if missing:
+                raise _fail(plan, "promise", f"rank {rank} may leave before ranks {missing} have entered")
+
+
+def _check_sum(plan: Plan, world: _World, rank: int, chunk: int) -> int:
+    """The rank's chunk is the sum of all contributions; returns its expression."""
     number = world.ranks[rank].values[Buffer.DATA][chunk]
     missing = ((1 << plan.size) - 1) & ~world.expressions.masks[number]
     if missing or world.expressions.chunks[number] != chunk:
@@ -325,73 +368,7 @@ def _holds_sum(plan: Plan, world: _World, rank: int, chunk: int) -> int:
     return number
 
 
-def _holds_symbol(plan: Plan, world: _World, rank: int, chunk: int, source: int, source_chunk: int) -> None:
-    """Check that the rank's chunk is x_source[source_chunk], untouched."""
+def _check_symbol(plan: Plan, world: _World, rank: int, chunk: int, source: int, source_chunk: int) -> None:
+    """The rank's chunk is x_source[source_chunk], untouched."""
     if world.ranks[rank].values[Buffer.DATA][chunk] != world.expressions.symbol(source, source_chunk):
         raise _fail(plan, "promise", f"rank {rank} ends with a chunk {chunk} that is not chunk {source_chunk} of rank {source}")
-
-
-def _all_reduced(plan: Plan, world: _World) -> None:
-    for chunk in range(plan.num_chunks):
-        numbers = [_holds_sum(plan, world, rank, chunk) for rank in range(plan.size)]
-        for rank, number in enumerate(numbers):
-            if number != numbers[0]:
-                raise _fail(plan, "bits", f"ranks 0 and {rank} add chunk {chunk} in different orders")
-
-
-def _reduced(plan: Plan, world: _World) -> None:
-    for chunk in range(plan.num_chunks):
-        _holds_sum(plan, world, plan.root, chunk)
-
-
-def _broadcasted(plan: Plan, world: _World) -> None:
-    for rank in range(plan.size):
-        for chunk in range(plan.num_chunks):
-            _holds_symbol(plan, world, rank, chunk, plan.root, chunk)
-
-
-def _reduce_scattered(plan: Plan, world: _World) -> None:
-    for rank in range(plan.size):
-        _holds_sum(plan, world, rank, rank)
-
-
-def _gathered(plan: Plan, world: _World) -> None:
-    for rank in range(plan.size):
-        for chunk in range(plan.num_chunks):
-            _holds_symbol(plan, world, rank, chunk, chunk, chunk)
-
-
-def _gathered_at_root(plan: Plan, world: _World) -> None:
-    for chunk in range(plan.num_chunks):
-        _holds_symbol(plan, world, plan.root, chunk, chunk, chunk)
-
-
-def _scattered(plan: Plan, world: _World) -> None:
-    for rank in range(plan.size):
-        _holds_symbol(plan, world, rank, rank, plan.root, rank)
-
-
-def _transposed(plan: Plan, world: _World) -> None:
-    for rank in range(plan.size):
-        for chunk in range(plan.num_chunks):
-            _holds_symbol(plan, world, rank, chunk, chunk, rank)
-
-
-def _all_entered(plan: Plan, world: _World) -> None:
-    for rank, state in enumerate(world.ranks):
-        missing = [r for r in range(plan.size) if not state.entered >> r & 1]
-        if missing:
-            raise _fail(plan, "promise", f"rank {rank} may leave before ranks {missing} have entered")
-
-
-_PROMISES: dict[Kind, Callable[[Plan, _World], None]] = {
-    Kind.ALL_REDUCE: _all_reduced,
-    Kind.REDUCE: _reduced,
-    Kind.BROADCAST: _broadcasted,
-    Kind.REDUCE_SCATTER: _reduce_scattered,
-    Kind.ALL_GATHER: _gathered,
-    Kind.GATHER: _gathered_at_root,
-    Kind.SCATTER: _scattered,
-    Kind.ALL_TO_ALL: _transposed,
-    Kind.BARRIER: _all_entered,
-}

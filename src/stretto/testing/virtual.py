@@ -20,15 +20,14 @@ cannot stop the clock.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import partial
 
 from stretto.errors import ConfigurationError
-from stretto.testing.envelopes import Arrival, Envelope, Gone, Goodbye, Introduction, Item, Posted, Sent
-from stretto.testing.faults import Cut, Fault, FaultLedger, Kill, Pause
+from stretto.testing.envelopes import Arrival, Envelope, Gone, Goodbye, Item, Knock, Posted, Sent
+from stretto.testing.faults import Cut, Fault, Pause
 from stretto.testing.in_process import InProcessWire
-from stretto.testing.network_model import Interfaces, NetworkModel
+from stretto.testing.network_model import NetworkModel
 from stretto.testing.virtual_schedule import Activity, Seat, VirtualDeadlock, VirtualSchedule
 from stretto.wire.handshake import Life
 
@@ -145,48 +144,31 @@ class VirtualWorld(VirtualSchedule):
     def __init__(
         self,
         size: int,
-        model: NetworkModel | None = None,
-        seed: int = 0,
-        faults: Iterable[Fault] = (),
+        model: NetworkModel | None,
+        seed: int,
+        faults: Iterable[Fault],
         *,
-        check: bool = False,
-        deadline_s: float = 1e6,
-        stall_s: float = 60.0,
+        check: bool,
+        deadline_s: float,
+        stall_s: float,
     ) -> None:
-        self.size = size
-        self.model = model or NetworkModel()
         faults = list(faults)
+        super().__init__(seed, model, faults, deadline_s, stall_s)
         _check_world(size, self.model, faults)
-        super().__init__(seed, FaultLedger(faults, self.model.all_links()), deadline_s, stall_s)
-        self._interfaces = Interfaces()
-        self._newest_head: dict[tuple[int, int], float] = {}
-        self._cuts: list[Cut] = []
-        self._held: list[_Transmission] = []
+        self.size = size
         self._severed: set[tuple[int, int]] = set()
         self.wires = [VirtualWire(rank, self, check) for rank in range(size)]
         self._seat(self.wires)
-        self._by_count = [fault for fault in faults if fault.at_event is not None]
-        for fault in faults:
-            if fault.at_s is not None:
-                self._at(fault.at_s, partial(self._inject, fault))
-
-    @property
-    def fired(self) -> dict[str, int]:
-        """How often each fault had an effect, by `str(fault)`; and "loss": transmissions that were lost."""
-        return dict(self.ledger.fired)
-
-    def assert_all_fired(self) -> None:
-        self.ledger.assert_all_fired()
 
     def _add(self, newcomer: VirtualWire) -> VirtualWire:
         with self.lock:
             rank = newcomer.rank
-            self._seats[rank] = newcomer.seat
+            self._nodes[rank] = newcomer.seat
             self._ready.append(newcomer.seat)
             self._severed = {pair for pair in self._severed if rank not in pair}
             self.trace.record(self.now, f"newcomer {newcomer.life}")
         for other in newcomer.peers:
-            self._send(_Transmission(newcomer, other, 0, Introduction(newcomer.life)))
+            self._send(_Transmission(newcomer, other, 0, Knock(newcomer.life)))
         return newcomer
 
     # The network -----------------------------------------------------------------------------------------------------
@@ -196,52 +178,42 @@ class VirtualWorld(VirtualSchedule):
             source, target = message.source, message.target
             link = self.model.link(source, target)
             start, end = self._interfaces.leave(self.now, source, link.seconds_for(message.num_bytes))
-            delay = link.latency_s + link.jitter.draw(self._random)
-            while link.loss and self._random.random() < link.loss:
-                self.ledger.fired["loss"] += 1
-                delay += link.retransmit_s
-            head = max(start + delay, self._newest_head.get((source, target), 0.0))  # in order on each connection
-            self._newest_head[source, target] = head
+            head = self._first_byte_at((source, target), link, start)
             self.trace.record(self.now, f"send {source} {target} {message.num_bytes} {_name(message.item)}")
-            self._at(end, partial(self._leave, message))
-            self._at(head, partial(self._first_byte, message, end - start))
+            self.at(end, partial(self._leave, message))
+            self.at(head, partial(self._first_byte, message, end - start))
 
-    def _leave(self, message: _Transmission) -> bool:
+    def _leave(self, message: _Transmission) -> None:
         """The last byte has left the sender: now its memory is read, and the send is done."""
         if message.sender.is_killed:
             message.truncated = True
-            return True
-        if isinstance(message.item, Arrival):
+        elif isinstance(message.item, Arrival):
             message.item.envelope.read()
             self._push(message.sender.seat, Sent(message.item.envelope))
-        return True
 
-    def _first_byte(self, message: _Transmission, seconds: float) -> bool:
+    def _first_byte(self, message: _Transmission, seconds: float) -> None:
         if self._is_severed(message):
-            return True
+            return
         if self._is_cut(message.source, message.target):
-            self._held.append(message)
-            return True
+            self._held.append(partial(self._first_byte, message, seconds))
+            return
         done = self._interfaces.reach(self.now, message.target, seconds)
-        self._at(done, partial(self._last_byte, message))
-        return True
+        self.at(done, partial(self._last_byte, message))
 
-    def _last_byte(self, message: _Transmission) -> bool:
+    def _last_byte(self, message: _Transmission) -> None:
         self.trace.record(self.now, f"arrive {message.source} {message.target} {_name(message.item)}")
-        target = self._seats[message.target]
+        target = self._nodes[message.target]
         if not message.truncated and not self._is_severed(message) and target.wire.life == message.target_life:
             self._push(target, message.item)
-        return True
 
     def _is_severed(self, message: _Transmission) -> bool:
         return (message.source, message.target) in self._severed
 
     def _push(self, target: Seat, item: Item) -> None:
-        if target.gone:
-            return
-        target.wire._inbox.append(item)
-        if target.activity is Activity.WAITING:
-            self._let_go_on(target)
+        if target.alive:
+            target.wire._inbox.append(item)
+            if target.activity is Activity.WAITING:
+                self._let_go_on(target)
 
     def _say_goodbye(self, wire: VirtualWire) -> None:
         for other in wire.peers:
@@ -249,108 +221,43 @@ class VirtualWorld(VirtualSchedule):
 
     # Faults ----------------------------------------------------------------------------------------------------------
 
-    def _event_happened(self) -> None:
-        for fault in [fault for fault in self._by_count if fault.at_event == self.num_events]:
-            self._inject(fault)
-
-    def _inject(self, fault: Fault) -> bool:
-        self.trace.record(self.now, str(fault))
-        match fault:
-            case Kill(node):
-                if self._end(self._seats[int(node)], "its process died"):
-                    self.ledger.fired[str(fault)] += 1
-            case Pause(node):
-                self._pause(self._seats[int(node)], fault)
-            case Cut():
-                self._cuts.append(fault)
-                self._at(self.now + self.model.silence_s, partial(self._give_up_cut, fault))
-                if fault.for_s < math.inf:
-                    self._at(self.now + fault.for_s, partial(self._heal, fault))
-        return True
-
     def _kill(self, rank: Seat, reason: str) -> None:
         with self.lock:
-            self._end(rank, reason)
+            if rank.alive:
+                self._end(rank, reason)
 
-    def _end(self, rank: Seat, reason: str) -> bool:
-        if rank.gone:
-            return False
-        rank.wire._killed = reason
-        self._let_go_on(rank)  # to unwind: its next call raises WireKilled
-        self._at(self.now + self.model.detect_s, partial(self._lose_everywhere, rank, reason))
-        return True
+    def _end(self, node: Seat, reason: str) -> None:
+        node.wire._killed = reason
+        self._let_go_on(node)  # to unwind: its next call raises WireKilled
+        self.at(self.now + self.model.detect_s, partial(self._lose_everywhere, node, reason))
 
-    def _lose_everywhere(self, rank: Seat, reason: str) -> bool:
-        self.trace.record(self.now, f"lost {rank.number}")
-        for other in self._seats.values():
+    def _lose_everywhere(self, rank: Seat, reason: str) -> None:
+        self.trace.record(self.now, f"lost {rank.name}")
+        for other in self._nodes.values():
             if other is not rank:
                 self._push(other, Gone(rank.wire.life, reason))
-        return True
 
-    def _pause(self, rank: Seat, pause: Pause) -> None:
-        if rank.gone:
-            return
-        if rank.activity is Activity.COMPUTING:  # what was left of the computation is left afterwards
-            rank.until += pause.for_s
+    def _pause(self, node: Seat, pause: Pause) -> None:
+        if node.activity is Activity.COMPUTING:  # what was left of the computation is left afterwards
+            node.until += pause.for_s
             self.ledger.fired[str(pause)] += 1
-        rank.paused = pause
-        self._at(self.now + pause.for_s, partial(self._resume, rank, pause))
-        if pause.for_s > self.model.silence_s:
-            self._at(self.now + self.model.silence_s, partial(self._give_up_paused, rank, pause))
+        super()._pause(node, pause)
 
-    def _resume(self, rank: Seat, pause: Pause) -> bool:
-        if rank.paused is not pause:
+    def _go_on(self, node: Seat) -> None:
+        if node.due:
+            node.due = False
+            self._let_go_on(node)
+
+    def _part(self, a: Seat, b: Seat) -> bool:
+        """Nothing passes between them any more."""
+        if (a.name, b.name) in self._severed or not (a.alive and b.alive):
             return False
-        rank.paused = None
-        if rank.due:
-            rank.due = False
-            self._let_go_on(rank)
-        return True
-
-    def _give_up_paused(self, rank: Seat, pause: Pause) -> bool:
-        if rank.paused is not pause or rank.gone:
-            return False
-        self.ledger.fired[str(pause)] += 1
-        for other in self._seats:
-            if other != rank.number:
-                self._sever(rank.number, other)
-        return True
-
-    def _give_up_cut(self, cut: Cut) -> bool:
-        if cut not in self._cuts:
-            return False
-        self.ledger.fired[str(cut)] += 1
-        for a in self._seats:
-            for b in self._seats:
-                if b < a and cut.separates(a, b):
-                    self._sever(a, b)
-        return True
-
-    def _sever(self, a: int, b: int) -> None:
-        """Two ranks have given each other up: nothing passes between them any more."""
-        one, other = self._seats[a], self._seats[b]
-        if (a, b) in self._severed or one.gone or other.gone:
-            return
-        self._severed |= {(a, b), (b, a)}
-        self.trace.record(self.now, f"sever {a} {b}")
+        self._severed |= {(a.name, b.name), (b.name, a.name)}
+        self.trace.record(self.now, f"sever {a.name} {b.name}")
         reason = f"no heartbeat for {self.model.silence_s:g} s (stopped, or its link is cut)"
-        self._push(one, Gone(other.wire.life, reason))
-        self._push(other, Gone(one.wire.life, reason))
-
-    def _heal(self, cut: Cut) -> bool:
-        self._cuts.remove(cut)
-        held, self._held = self._held, []
-        for message in held:
-            link = self.model.link(message.source, message.target)
-            seconds = link.seconds_for(message.num_bytes)
-            self._at(self.now, partial(self._first_byte, message, seconds))
+        self._push(a, Gone(b.wire.life, reason))
+        self._push(b, Gone(a.wire.life, reason))
         return True
-
-    def _is_cut(self, a: int, b: int) -> bool:
-        hit = [cut for cut in self._cuts if cut.separates(a, b)]
-        for cut in hit:
-            self.ledger.fired[str(cut)] += 1
-        return bool(hit)
 
 
 def _check_world(size: int, model: NetworkModel, faults: list[Fault]) -> None:
@@ -358,8 +265,7 @@ def _check_world(size: int, model: NetworkModel, faults: list[Fault]) -> None:
         raise ConfigurationError(f"virtual_world({size}): a world has at least one rank. Write virtual_world(1) or more.")
     if any(link.duplicate or link.reorder for link in model.all_links()):
         raise ConfigurationError(
-            "virtual_world with Link(duplicate=...) or Link(reorder=...): a wire is reliable and in order, so "
-            "neither can "
+            "virtual_world with Link(duplicate=...) or Link(reorder=...): a wire is reliable and in order, so neither can "
             "happen on it.\nUse loss and jitter here, or run a datagram protocol on VirtualNetwork."
         )
     for fault in faults:

@@ -23,27 +23,20 @@ run, with a note where and when it was. The same seed, model, faults and machine
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
-from random import Random
 from typing import Any
 
 import msgspec
 
-from stretto.errors import ConfigurationError, StrettoError
+from stretto.errors import ConfigurationError
 from stretto.protocol.machine import Actions, HeaderReader, Machine, Payload, Reply, SendMessage, SetTimer
-from stretto.testing.faults import Cut, Fault, FaultLedger, Kill, Pause, Trace
-from stretto.testing.network_model import Interfaces, Link, NetworkModel, NodeName
-
-
-class OutOfBudget(StrettoError):
-    """A run in virtual time used up its events or its time: it would not have ended by itself."""
+from stretto.testing.faults import Fault, Pause
+from stretto.testing.network_model import Link, NetworkModel, NodeName
+from stretto.testing.virtual_links import OutOfBudget, VirtualLinks
 
 
 @dataclass(slots=True, eq=False)
@@ -74,39 +67,22 @@ class _Packet:
     number: int
 
 
-class VirtualNetwork:
+class VirtualNetwork(VirtualLinks[_Node]):
     """The network, its nodes and its clock. See the module's text."""
 
     def __init__(
         self, *, seed: int, model: NetworkModel | None = None, faults: Iterable[Fault] = (), reliable: bool = False
     ) -> None:
-        self.model = model or NetworkModel()
-        self.now = 0.0
-        self.num_events = 0
+        super().__init__(seed, model, faults)
         self.generation = 0
-        self.trace = Trace()
         self._reliable = reliable
         if reliable and any(link.duplicate or link.reorder for link in self.model.all_links()):
             raise ConfigurationError(
                 f"VirtualNetwork(reliable=True) with {self.model}: on a reliable network every message comes once and in order.\n"
                 f"Leave out duplicate= and reorder=, or run the machines with reliable=False."
             )
-        faults = list(faults)
-        self._ledger = FaultLedger(faults, self.model.all_links())
         self._seed = seed
-        self._random = Random(seed)
-        self._events: list[tuple[float, int, Callable[[], object]]] = []
-        self._sequence = 0
-        self._nodes: dict[NodeName, _Node] = {}
-        self._cuts: list[tuple[Cut, float]] = []  # and when it heals
-        self._interfaces = Interfaces()
         self._newest: dict[tuple[NodeName, NodeName], int] = {}  # number of the last message that arrived
-        self._not_before: dict[tuple[NodeName, NodeName], float] = {}  # on a reliable network, when the next may arrive
-        self._arrived: dict[tuple[NodeName, NodeName], deque[_Packet]] = {}  # on a reliable network, what a cut holds back
-        self._by_count = [fault for fault in faults if fault.at_event is not None]
-        for fault in faults:
-            if fault.at_s is not None:
-                self.at(fault.at_s, partial(self._inject, fault))
 
     # What a test does
 
@@ -129,11 +105,6 @@ class VirtualNetwork:
             for other in others:
                 other.left.discard(name)
                 self._tell_view(other, [name], [])
-
-    def at(self, time_s: float, action: Callable[[], object]) -> None:
-        """Do something at a virtual time: add a node, send from outside, look at a state."""
-        self._sequence += 1
-        heapq.heappush(self._events, (max(time_s, self.now), self._sequence, action))
 
     def request(self, name: NodeName, request: Any) -> Future[Any]:
         """Hand a request to a node's machine, as its program would. A node that is killed answers nobody."""
@@ -185,21 +156,8 @@ class VirtualNetwork:
                     f"other for ever, or a timer of zero seconds. The last were:\n{self._recent()}\n"
                     f"If the run is only long, allow more: max_events=..."
                 )
-            self.now, _, event = heapq.heappop(self._events)
-            event()
-            self.num_events += 1
-            for fault in self._by_count:
-                if fault.at_event == self.num_events:
-                    self._inject(fault)
+            self._take_event()
         return True
-
-    @property
-    def fired(self) -> dict[str, int]:
-        """How often each fault had an effect: by `str(fault)`, and "loss", "duplicate", "reorder"."""
-        return dict(self._ledger.fired)
-
-    def assert_all_fired(self) -> None:
-        self._ledger.assert_all_fired()
 
     def is_alive(self, name: NodeName) -> bool:
         return name in self._nodes and self._nodes[name].alive
@@ -208,13 +166,12 @@ class VirtualNetwork:
 
     def _carry(self, packet: _Packet, start: float, end: float) -> None:
         link, pair = packet.link, (packet.source, packet.target.name)
-        first_byte = start + link.latency_s + link.jitter.draw(self._random)
         if self._reliable:
-            while self._happens("loss", link.loss):
-                first_byte += link.retransmit_s
-            first_byte = self._not_before[pair] = max(first_byte, self._not_before.get(pair, 0.0))
-        elif link.reorder and self._random.random() < link.reorder:
-            first_byte += link.hold_s
+            first_byte = self._first_byte_at(pair, link, start)
+        else:
+            first_byte = start + link.latency_s + link.jitter.draw(self._random)
+            if link.reorder and self._random.random() < link.reorder:
+                first_byte += link.hold_s
         if end == start:
             self.at(first_byte, lambda: self._arrive(packet))
         else:
@@ -225,31 +182,12 @@ class VirtualNetwork:
         self.at(self._interfaces.reach(self.now, packet.target.name, seconds), lambda: self._arrive(packet))
 
     def _arrive(self, packet: _Packet) -> None:
-        pair = (packet.source, packet.target.name)
         if self._is_of_former_life(packet):
             return
-        if not self._reliable:
-            if not self._is_cut(*pair):
-                self._hand_over(packet)
-            return
-        arrived = self._arrived.setdefault(pair, deque())
-        arrived.append(packet)
-        if len(arrived) == 1:
-            self._release(pair)
-
-    def _release(self, pair: tuple[NodeName, NodeName]) -> None:
-        """Hand over the message that arrived first, once no cut holds it back; those behind it must not overtake it."""
-        if self._is_cut(*pair):
-            healed = max(end for cut, end in self._cuts if cut.separates(*pair))
-            if healed < math.inf:
-                self.at(healed, partial(self._release, pair))
-            return
-        arrived = self._arrived[pair]
-        packet = arrived.popleft()
-        if arrived:
-            self.at(self.now, partial(self._release, pair))
-        if not self._is_of_former_life(packet):
+        if not self._is_cut(packet.source, packet.target.name):
             self._hand_over(packet)
+        elif self._reliable:
+            self._held.append(partial(self._arrive, packet))
 
     def _is_of_former_life(self, packet: _Packet) -> bool:
         """Its sender or its target has been replaced by a node of the same name since it was sent."""
@@ -259,7 +197,7 @@ class VirtualNetwork:
         source, target = packet.source, packet.target
         pair = (source, target.name)
         if packet.number < self._newest.get(pair, 0):
-            self._ledger.fired["reorder"] += 1
+            self.ledger.fired["reorder"] += 1
         else:
             self._newest[pair] = packet.number
         self._run_on(target, f"message from {source!r}", lambda: self._take(packet))
@@ -283,7 +221,7 @@ class VirtualNetwork:
         if not node.alive:
             return
         if node.paused is not None:
-            self._ledger.fired[str(node.paused)] += 1
+            self.ledger.fired[str(node.paused)] += 1
             node.waiting.append((what, event))
             return
         self.trace.record(self.now, f"{node.name!r} {what}")
@@ -324,9 +262,6 @@ class VirtualNetwork:
 
     # Views
 
-    def _living(self) -> list[_Node]:
-        return [node for node in self._nodes.values() if node.alive]
-
     def _start(self, node: _Node) -> None:
         self._run_on(node, "start", lambda: node.machine.on_start(self.now))
         node.left = {other.name for other in self._nodes.values() if not other.alive}
@@ -346,73 +281,19 @@ class VirtualNetwork:
             self._tell_view(node, [], [other.name])
         return news
 
-    def _part(self, fault: Fault, pairs: Iterable[tuple[_Node, _Node]]) -> None:
-        """They have not heard of each other for too long."""
-        for a, b in pairs:
-            if self._leave(a, b) | self._leave(b, a):
-                self._ledger.fired[str(fault)] += 1
+    def _part(self, a: _Node, b: _Node) -> bool:
+        return self._leave(a, b) | self._leave(b, a)
 
-    # Faults
-
-    def _inject(self, fault: Fault) -> None:
-        self.trace.record(self.now, str(fault))
-        match fault:
-            case Kill(name):
-                if self.is_alive(name):
-                    self._kill(self._nodes[name])
-                    self._ledger.fired[str(fault)] += 1
-            case Pause(name):
-                if self.is_alive(name):
-                    self._pause(self._nodes[name], fault)
-            case Cut():
-                self._cut(fault)
-
-    def _kill(self, node: _Node) -> None:
+    def _end(self, node: _Node, reason: str) -> None:
         node.alive = False
         for other in self._living():
             found_s = self.model.detect_s * (1 + self._random.random())
             self.at(self.now + found_s, partial(self._leave, other, node))
 
-    def _pause(self, node: _Node, pause: Pause) -> None:
-        def fall_silent() -> None:
-            if node.paused is pause:
-                self._part(pause, [(node, other) for other in self._living() if other is not node])
-
-        node.paused = pause
-        self.at(self.now + pause.for_s, lambda: self._resume(node, pause))
-        if pause.for_s > self.model.silence_s:
-            self.at(self.now + self.model.silence_s, fall_silent)
-
-    def _resume(self, node: _Node, pause: Pause) -> None:
-        if node.paused is not pause:  # another pause began meanwhile: that one decides
-            return
-        node.paused = None
+    def _go_on(self, node: _Node) -> None:
         waiting, node.waiting = node.waiting, []
         for what, event in waiting:
             self._run_on(node, what, event)
-
-    def _cut(self, cut: Cut) -> None:
-        def fall_silent() -> None:
-            separated = [pair for pair in combinations(self._living(), 2) if cut.separates(pair[0].name, pair[1].name)]
-            self._part(cut, separated)
-
-        self._cuts.append((cut, self.now + cut.for_s))
-        if cut.for_s < math.inf:
-            self.at(self.now + cut.for_s, partial(self._cuts.remove, (cut, self.now + cut.for_s)))
-        if cut.for_s > self.model.silence_s:
-            self.at(self.now + self.model.silence_s, fall_silent)
-
-    def _is_cut(self, a: NodeName, b: NodeName) -> bool:
-        hit = [cut for cut, _ in self._cuts if cut.separates(a, b)] if self._cuts else []
-        for cut in hit:
-            self._ledger.fired[str(cut)] += 1
-        return bool(hit)
-
-    def _happens(self, kind: str, probability: float) -> bool:
-        happens = probability > 0 and self._random.random() < probability
-        if happens:
-            self._ledger.fired[kind] += 1
-        return happens
 
     def _recent(self) -> str:
         return "\n".join(f"  {time:.6f} {what}" for time, what in list(self.trace.entries)[-5:])

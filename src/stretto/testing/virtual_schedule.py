@@ -7,19 +7,18 @@ can, the clock jumps to the next event. Everything is under one lock.
 from __future__ import annotations
 
 import enum
-import heapq
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from random import Random
 from typing import TYPE_CHECKING
 
 from stretto.errors import WireError
-from stretto.testing.faults import FaultLedger, Pause, Trace
+from stretto.testing.faults import Fault, Pause
 from stretto.testing.in_process import WireKilled
-from stretto.testing.virtual_network import OutOfBudget
+from stretto.testing.network_model import NetworkModel
+from stretto.testing.virtual_links import OutOfBudget, VirtualLinks
 
 if TYPE_CHECKING:
     from stretto.testing.virtual import VirtualWire
@@ -50,7 +49,7 @@ class Seat:
         self.due = False  # it could go on, but for the pause
 
     @property
-    def number(self) -> int:
+    def name(self) -> int:
         return self.wire.rank
 
     @property
@@ -58,39 +57,29 @@ class Seat:
         return self.activity in (Activity.WAITING, Activity.COMPUTING)
 
     @property
-    def gone(self) -> bool:
-        return self.wire.is_killed or self.activity is Activity.FINISHED
+    def alive(self) -> bool:
+        return not self.wire.is_killed and self.activity is not Activity.FINISHED
 
 
-class VirtualSchedule:
+class VirtualSchedule(VirtualLinks[Seat]):
     """`deadline_s` (virtual) and `stall_s` (real: how long one rank may keep the baton) bound every run."""
 
-    def __init__(self, seed: int, ledger: FaultLedger, deadline_s: float, stall_s: float) -> None:
-        self.now = 0.0
-        self.num_events = 0
-        self.trace = Trace()
-        self.ledger = ledger
+    def __init__(self, seed: int, model: NetworkModel | None, faults: Iterable[Fault], deadline_s: float, stall_s: float) -> None:
+        super().__init__(seed, model, faults)
         self.lock = threading.Lock()
         self._deadline_s = deadline_s
         self._stall_s = stall_s
-        self._random = Random(seed)
-        self._events: list[tuple[float, int, Callable[[], bool]]] = []
-        self._sequence = 0
         self._failure: Callable[[], Exception] | None = None  # each rank raises one of its own
         self._num_switches = 0
-        self._seats: dict[int, Seat] = {}  # of the last life of each rank
         self._ready: list[Seat] = []
         self._running: Seat | None = None
 
     def _seat(self, wires: list[VirtualWire]) -> None:
         """These ranks are here from the beginning, and the first has the baton."""
-        self._seats = {wire.rank: wire.seat for wire in wires}
+        self._nodes = {wire.rank: wire.seat for wire in wires}
         self._ready = [wire.seat for wire in wires[1:]]
         self._running = wires[0].seat
         self._running.activity = Activity.RUNNING
-
-    def _event_happened(self) -> None:
-        """For what depends on the number of events."""
 
     @property
     def failed(self) -> bool:
@@ -101,7 +90,7 @@ class VirtualSchedule:
         """End the run: every rank's current or next call raises `WireKilled`. Any thread may call it."""
         with self.lock:
             self._failure = self._failure or partial(WireKilled, -1, reason)
-            for rank in self._seats.values():
+            for rank in self._nodes.values():
                 rank.baton.notify_all()
 
     # The baton: one rank runs at a time ------------------------------------------------------------------------------
@@ -143,19 +132,19 @@ class VirtualSchedule:
             if self._failure is None:
                 self._await_turn(me)
             me.activity = Activity.FINISHED
-            self.trace.record(self.now, f"finish {me.number}")
+            self.trace.record(self.now, f"finish {me.name}")
             if self._running is me:
                 self._pass_baton()
 
     def _pass_baton(self) -> None:
         """Draw who goes on, letting events happen until somebody can. Nobody: all have finished."""
         while not self._ready and self._failure is None:
-            if not any(rank.blocked for rank in self._seats.values()):
+            if not any(rank.blocked for rank in self._nodes.values()):
                 self._running = None
                 return
             self._advance()
         if self._failure is not None:
-            for rank in self._seats.values():
+            for rank in self._nodes.values():
                 rank.baton.notify_all()
             return
         chosen = self._ready.pop(self._random.randrange(len(self._ready)))
@@ -181,36 +170,26 @@ class VirtualSchedule:
             if rank.activity is Activity.WAITING:
                 self._let_go_on(rank)
 
-    # The clock: events in the order of time, then of their making ----------------------------------------------------
-
-    def _at(self, time_s: float, event: Callable[[], bool]) -> None:
-        self._sequence += 1
-        heapq.heappush(self._events, (max(time_s, self.now), self._sequence, event))
+    # The clock
 
     def _advance(self) -> None:
         if not self._events:
             self._failure = partial(VirtualDeadlock, self._deadlock())
             return
-        before = self.now
-        self.now, _, event = heapq.heappop(self._events)
-        if self.now > self._deadline_s:
+        if self._events[0][0] > self._deadline_s:
             self._failure = partial(
                 OutOfBudget,
-                f"virtual time passed the deadline of {self._deadline_s:g} s: {self._who_does_what()}. The program "
-                f"would go on for "
-                f"ever, or is long: allow more with deadline_s=...",
+                f"virtual time passed the deadline of {self._deadline_s:g} s: {self._who_does_what()}. The program would go on "
+                f"for ever, or is long: allow more with deadline_s=...",
             )
-        elif not event():
-            self.now = before  # an alarm that was put off: nothing happened
             return
-        self.num_events += 1
-        self._event_happened()
+        self._take_event()
 
     def _set_alarm(self, rank: Seat) -> None:
         """See that a blocked rank goes on at `rank.until`. One alarm each, put off as needed, keeps the heap small."""
         if rank.until < rank.alarm:
             rank.alarm = rank.until
-            self._at(rank.alarm, partial(self._ring, rank, rank.alarm))
+            self.at(rank.alarm, partial(self._ring, rank, rank.alarm))
 
     def _ring(self, rank: Seat, alarm: float) -> bool:
         if alarm != rank.alarm:
@@ -221,14 +200,14 @@ class VirtualSchedule:
         if rank.until > alarm:
             self._set_alarm(rank)
             return False
-        self.trace.record(self.now, f"alarm {rank.number}")
+        self.trace.record(self.now, f"alarm {rank.name}")
         self._let_go_on(rank)
         return True
 
     # What to say when nothing goes on --------------------------------------------------------------------------------
 
     def _who_does_what(self) -> str:
-        return ", ".join(f"rank {rank.number} is {rank.activity.value}" for rank in self._seats.values())
+        return ", ".join(f"rank {rank.name} is {rank.activity.value}" for rank in self._nodes.values())
 
     def _deadlock(self) -> str:
         return (
@@ -238,7 +217,7 @@ class VirtualSchedule:
         )
 
     def _stalled(self) -> str:
-        culprit = "nobody" if self._running is None else f"rank {self._running.number}"
+        culprit = "nobody" if self._running is None else f"rank {self._running.name}"
         return (
             f"{culprit} has run for {self._stall_s:g} s of real time without waiting on its wire, and the others with it.\n"
             f"It hangs, its thread was not started, or it ended without wire.close(). Long computations: stall_s=..."

@@ -13,7 +13,7 @@ from typing import Final
 
 from stretto.errors import PeerLost, UnreachableError
 from stretto.launching.hosts import split_address
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 
 TRY_EVERY_S: Final = 0.5
 TRY_S: Final = 0.25

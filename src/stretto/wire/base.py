@@ -34,7 +34,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stretto.errors import PeerLost, WireError
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 
 
 class Tag(NamedTuple):
@@ -85,7 +85,7 @@ ViewListener = Callable[[list[int], list[int], int], None]  # (ranks that joined
 
 
 class Wire(ABC):
-    """See the module's text. Implementations: `tcp`, `zeromq`, `torch_group`, `threads`, `virtual`."""
+    """See the module's text. Implementations: `tcp`, `zeromq`, and in `testing/` `threads` and `virtual`."""
 
     segment_bytes: int = 2 << 20  # the message length that suits this wire best, for tensors that have to be cut
     rank: int

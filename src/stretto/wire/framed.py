@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import struct
 import time
+import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
-
-import msgspec
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Required, TypedDict
 
 from stretto.errors import ConfigurationError, PeerLost
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.awaited import Awaited
@@ -28,14 +28,12 @@ from stretto.wire.door import MAX_STRANGERS, Door
 from stretto.wire.frames import FrameKind, Header
 from stretto.wire.handshake import Life
 from stretto.wire.mailbox import MailboxWire, PostedReceive, retired_by_it
-from stretto.wire.shared_memory import Allowance, Answer, Inbox, Offer, Outbox, folder
+from stretto.wire.shared_memory import Inbox, Outbox
+from stretto.wire.sharing import Sharing
 
-SHARED_FROM_BYTES = 16 << 10
 RETIRED = 1  # `channel` of a goodbye to a member that is retired; `sequence` is the generation in which it is
 
 TOPIC_HELLO = 0
-TOPIC_OFFER = 1
-TOPIC_ANSWER = 2
 TOPIC_FAREWELL = 3
 
 log = logging.getLogger("stretto.wire")
@@ -80,9 +78,25 @@ class Connection:
         self.inbox: Inbox | None = None
         self.waiting: deque[tuple[Handle, memoryview, int]] = deque()  # for room in the outbox
 
+    def close_boxes(self) -> None:
+        self.outbox = self.inbox = None
+        self.outbox_open = False
+
     def number(self) -> int:
         self.next_number = self.next_number % 0xFFFFFFFF + 1  # never 0
         return self.next_number
+
+
+class WireSettings(TypedDict, total=False):
+    """What the constructors of socket wires take beside rank and world size."""
+
+    secret: Required[bytes]
+    bind: str
+    port: int
+    timeouts: Timeouts | None
+    generation: int
+    shared_memory: bool
+    accept_later: bool
 
 
 class FramedWire(MailboxWire[ArrivedFrame]):
@@ -96,35 +110,34 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         world_size: int,
         *,
         secret: bytes,
-        bind: str,
-        port: int,
-        timeouts: Timeouts | None,
-        generation: int,
-        shared_memory: bool,
-        accept_later: bool,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        timeouts: Timeouts | None = None,
+        generation: int = 0,
+        shared_memory: bool = True,
+        accept_later: bool = False,
     ) -> None:
         super().__init__(rank, world_size, generation)
         self.timeouts = timeouts or Timeouts()
         self._door = Door(Life(rank, generation), bind, port, limit=MAX_STRANGERS + world_size, notify=self.wake)
         self.address = self._door.address
         self._secret = secret
-        self._allowance = Allowance()  # measured before any worker of this job has taken some
         self._awaited = Awaited(rank, self.timeouts.connect_s)
         self._accept_later = accept_later
         self._mine: Peer | None = None
         self._admit_until: dict[int, float] = {}  # rank that was admitted -> when it must be here
         self._absent: set[int] = set()  # ranks that were admitted and did not come: lost, until they are retired
-        self._shared_memory = shared_memory
-        self._warned = False
+        self._sharing = Sharing(self, wanted=shared_memory)
         self._waiting_for_farewell: set[int] = set()
         self._unacked: set[int] = set()  # ranks to which acknowledgements are due
         self._near, self._far = socket.socketpair()
         self._near.setblocking(False)
         self._far.setblocking(False)
         self.listen(TOPIC_HELLO, self._on_hello)
-        self.listen(TOPIC_OFFER, self._on_offer)
-        self.listen(TOPIC_ANSWER, self._on_answer)
         self.listen(TOPIC_FAREWELL, lambda source, body: self._waiting_for_farewell.discard(source))
+        # A forked child (a DataLoader's worker) would keep the connections open after this process has died: nobody would notice.
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close_in_child(this))
 
     # -- what a transport provides ------------------------------------------------------------------------------------
 
@@ -152,6 +165,14 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     def _drop(self, rank: int) -> None:
         """Close what belongs to one peer."""
 
+    @abstractmethod
+    def _release(self) -> None:
+        """Close everything, at the end."""
+
+    @abstractmethod
+    def _close_in_child(self) -> None:
+        """In a forked process: close the copies of the connections."""
+
     def _is_parting(self) -> bool:
         """Whether last words to peers that are gone are still to be sent."""
         return False
@@ -165,40 +186,16 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     def now(self) -> float:
         return time.monotonic()
 
-    def send(self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None) -> Handle:
-        self._check_peer("send", to)
-        handle = Handle(to, tag, on_done)
-        num_bytes = data.nbytes
-        if to in self.lost:
-            handle.finish(self.lost[to])
-            return handle
-        if num_bytes > frames.MAX_PAYLOAD_BYTES:
-            raise ConfigurationError(
-                f"a message of {num_bytes} bytes: one message carries at most {frames.MAX_PAYLOAD_BYTES}. Send it in pieces."
-            )
-        connection = self._connections[to]
-        if num_bytes >= SHARED_FROM_BYTES:
-            if connection.outbox_open and connection.outbox is not None and num_bytes <= connection.outbox.num_bytes:
-                connection.waiting.append((handle, data, dtype))
-                self._fill_slots(connection)
-                return handle
-            if connection.may_share:
-                self._offer_shared_memory(connection)
-        self._sent += frames.HEADER_BYTES + num_bytes
-        self._send_payload(handle, data, dtype)
-        return handle
+    def _send(self, handle: Handle, data: memoryview, dtype: int) -> None:
+        if not self._sharing.takes(self._connections[handle.peer], handle, data, dtype):
+            self._sent += frames.HEADER_BYTES + data.nbytes
+            self._send_payload(handle, data, dtype)
 
     def _head(self, kind: FrameKind, tag: Tag, dtype: int, num_bytes: int, number: int = 0, slot: int = 0) -> bytes:
         channel, sequence, index, digest = tag
         return frames.encode(
             Header(kind, self._born, self.rank, channel, sequence, index, digest, dtype, slot, number, num_bytes)
         )
-
-    def post(self, to: int, topic: int, body: bytes) -> None:
-        self._check_peer("post", to)
-        if len(body) > frames.MAX_POST_BYTES:
-            raise ConfigurationError(f"a control message of {len(body)} bytes: the limit is {frames.MAX_POST_BYTES}.")
-        self._post(to, topic, body)
 
     def _post(self, to: int, topic: int, body: bytes) -> None:
         if to not in self.lost and not self._closed:
@@ -219,10 +216,14 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         with contextlib.suppress(BlockingIOError, OSError):
             self._near.send(b"!")
 
+    def _woken(self) -> None:
+        """The descriptor behind `wake` is readable."""
+        with contextlib.suppress(BlockingIOError):
+            self._far.recv(4096)
+
     # -- frames that arrive -------------------------------------------------------------------------------------------
 
-    def _checked(self, source: int, head: bytes | memoryview) -> Header:
-        header = frames.decode(head)
+    def _checked(self, source: int, header: Header) -> Header:
         if header.source != source:
             raise ValueError(f"it calls itself rank {header.source}")
         if header.generation != (admitted := self._connections[source].generation):
@@ -235,14 +236,14 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         if kind == FrameKind.INLINE or kind == FrameKind.BULK:
             self._take_in(source, header, payload)
         elif kind == FrameKind.SHARED:
-            self._deliver_shared(source, header)
+            self._sharing.deliver(source, header)
         elif kind == FrameKind.POST:
             self._hear(source, header.channel, bytes(payload))
         elif kind == FrameKind.ACK:
             connection = self._connections[source]
             for (number,) in struct.iter_unpack("<I", payload):
                 self._acknowledged(connection, number)
-            self._fill_slots(connection)
+            self._sharing.fill(connection)
         elif kind == FrameKind.GOODBYE:
             if header.channel == RETIRED:
                 self._lose(source, retired_by_it(header.sequence))
@@ -260,38 +261,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
             receive.consume(message.view)
         receive.handle.finish(error)
 
-    # -- shared memory ------------------------------------------------------------------------------------------------
-
-    def _fill_slots(self, connection: Connection) -> None:
-        while connection.waiting and connection.outbox is not None:
-            handle, data, dtype = connection.waiting[0]
-            slot = connection.outbox.put(data)
-            if slot is None:
-                return
-            connection.waiting.popleft()
-            number = connection.number()
-            connection.slots[number] = slot
-            self._sent += frames.HEADER_BYTES
-            frame = self._head(FrameKind.SHARED, handle.tag, dtype, data.nbytes, number, slot)
-            self._send_frame(connection.rank, frame)
-            handle.finish()
-
-    def _deliver_shared(self, source: int, header: Header) -> None:
-        connection = self._connections[source]
-        try:
-            if connection.inbox is None:
-                raise ValueError("shared memory before it was agreed on")
-            view = connection.inbox.view(header.slot, header.num_bytes)
-        except ValueError as problem:
-            self._lose(source, f"it sent a bad frame: {problem}")
-            return
-        if (source, header.channel, header.sequence, header.index) not in self._expected:
-            view = memoryview(bytes(view))  # too early: make room, so that parked messages never block the slots
-        try:
-            self._take_in(source, header, view)
-        finally:
-            if self._connections.get(source) is connection:  # a callback may have retired it
-                self._owe_ack(connection, header.number)
+    # -- acknowledgements ---------------------------------------------------------------------------------------------
 
     def _owe_ack(self, connection: Connection, number: int) -> None:
         connection.acks.append(number)
@@ -309,9 +279,9 @@ class FramedWire(MailboxWire[ArrivedFrame]):
             connection.acks.clear()
 
     def _acknowledged(self, connection: Connection, number: int) -> None:
-        slot = connection.slots.pop(number, None)
-        if slot is not None and connection.outbox is not None:
-            connection.outbox.release(slot)
+        self._sharing.was_read(connection, number)
+
+    # -- peers that come ----------------------------------------------------------------------------------------------
 
     def _on_hello(self, source: int, body: bytes) -> None:
         connection = self._connections[source]
@@ -319,64 +289,6 @@ class FramedWire(MailboxWire[ArrivedFrame]):
             return  # twice: nothing new
         connection.greeted = True
         connection.greeting = body
-
-    def _offer_shared_memory(self, connection: Connection) -> None:
-        """The first large message is on its way to this peer; later ones may take the shorter way."""
-        connection.may_share = False
-        num_bytes = self._allowance.take()
-        try:
-            if not num_bytes:
-                raise OSError(
-                    f"{self._allowance.free / 1e6:.0f} MB were free in {folder()}, of which all workers of this host together "
-                    f"take a quarter"
-                )
-            connection.outbox = Outbox(num_bytes)
-        except OSError as problem:
-            self._allowance.give_back(num_bytes)
-            self._warn_once(
-                f"no shared memory towards rank {connection.rank} ({problem}); using sockets, which is slower. "
-                f"Free some space in {folder()}, or enlarge it (containers: --shm-size)"
-            )
-            return
-        self.post(connection.rank, TOPIC_OFFER, msgspec.msgpack.encode(connection.outbox.offer))
-
-    def _on_offer(self, source: int, body: bytes) -> None:
-        problem = None
-        connection = self._connections[source]
-        try:
-            if not self._shared_memory:
-                raise ValueError("switched off on this side")
-            if connection.inbox is not None:
-                raise ValueError("there is one already")
-            connection.inbox = Inbox(msgspec.msgpack.decode(body, type=Offer))
-        except (OSError, ValueError, RecursionError) as error:
-            problem = str(error)
-        self.post(source, TOPIC_ANSWER, msgspec.msgpack.encode(Answer(problem)))
-
-    def _on_answer(self, source: int, body: bytes) -> None:
-        connection = self._connections[source]
-        outbox = connection.outbox
-        if outbox is None or connection.outbox_open:
-            return
-        outbox.unlink()
-        try:
-            problem = msgspec.msgpack.decode(body, type=Answer).problem
-        except (ValueError, RecursionError) as error:  # ValueError: msgspec's own, and text that is not UTF-8
-            problem = str(error)
-        if problem is None:
-            connection.outbox_open = True
-        else:
-            self._warn_once(f"rank {source} cannot use shared memory ({problem}); using sockets, which is slower")
-            connection.outbox = None
-            outbox.close()
-            self._allowance.give_back(outbox.num_bytes)
-
-    def _warn_once(self, text: str) -> None:
-        """What is wrong with shared memory is mostly wrong towards every peer: said once, not once for each."""
-        log.log(logging.DEBUG if self._warned else logging.WARNING, "rank %d: %s", self.rank, text)
-        self._warned = True
-
-    # -- peers that come ----------------------------------------------------------------------------------------------
 
     def _announce_services(self) -> None:
         for rank in self.peers:
@@ -386,7 +298,7 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         """Note who is in the job; returns this worker's own entry."""
         mine = self._mine = next(peer for peer in peers if peer.rank == self.rank)
         self._lives = {peer.rank: peer.generation for peer in peers if peer is not mine}
-        self._divide_shared_memory(peers, mine)
+        self._sharing.look_around(peers, mine)
         return mine
 
     def admit(self, peer: Peer) -> None:
@@ -420,15 +332,6 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         self._absent.discard(rank)
         self._waiting_for_farewell.discard(rank)
 
-    def _divide_shared_memory(self, peers: Sequence[Peer], mine: Peer) -> None:
-        self._allowance.divide(sum(peer.host == mine.host for peer in peers))
-        apart = [peer.rank for peer in peers if peer.host == mine.host and not mine.sees(peer)]
-        if apart and self._shared_memory:
-            self._warn_once(
-                f"rank {apart[0]} is on this host but in another PID namespace (a container of its own), so there is no shared "
-                f"memory towards it; using sockets, which is slower. Let the containers share one (docker run --pid)"
-            )
-
     # -- peers that go ------------------------------------------------------------------------------------------------
 
     def _raise_if_lost(self) -> None:
@@ -442,17 +345,25 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         handles = self._orphans(rank) + [handle for handle, _, _ in connection.waiting]
         connection.waiting.clear()
         self._drop(rank)
-        self._close_boxes(connection)
+        connection.close_boxes()
         return handles
 
-    def _close_boxes(self, connection: Connection) -> None:
-        if connection.outbox is not None:
-            connection.outbox.close()
-            self._allowance.give_back(connection.outbox.num_bytes)
-        if connection.inbox is not None:
-            connection.inbox.close()
-        connection.outbox = connection.inbox = None
-        connection.outbox_open = False
+    def close(self) -> None:
+        self._end(goodbye=True)
+
+    def abandon(self) -> None:
+        self._end(goodbye=False)
+
+    def _end(self, *, goodbye: bool) -> None:
+        if self._closed:
+            return
+        if goodbye:
+            self._say_goodbye()
+        self._closed = True
+        self._release()
+        self._door.close()
+        self._near.close()
+        self._far.close()
 
     def _say_goodbye(self) -> None:
         """Tell every peer, and wait until each has seen it: whatever was sent before has then arrived as well."""
@@ -464,3 +375,9 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         deadline = self.now() + self.timeouts.leave_s
         while (self._waiting_for_farewell - self.lost.keys() or self._is_parting()) and self.now() < deadline:
             self.progress(0.1)
+
+
+def _close_in_child(reference: weakref.ref[FramedWire]) -> None:
+    wire = reference()
+    if wire is not None and not wire._closed:
+        wire._close_in_child()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final, Generic, Protocol, TypeVar
 
 from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.wire.base import (
     Consume,
     DigestMismatch,
@@ -28,7 +28,7 @@ from stretto.wire.base import (
     ViewListener,
     Wire,
 )  # fmt: skip
-from stretto.wire.frames import DTYPE_NAMES
+from stretto.wire.frames import DTYPE_NAMES, MAX_PAYLOAD_BYTES, MAX_POST_BYTES
 from stretto.wire.serving import TOPIC_CREDIT, TOPIC_HEAD, Serving
 
 MAX_PARKED_BYTES: Final = 256 << 20  # of one peer, beyond its credit; collectives send it at most 17 MiB unasked
@@ -112,6 +112,13 @@ class MailboxWire(Wire, Generic[M]):
 
     # -- what a wire below provides -----------------------------------------------------------------------------------
 
+    def _enter(self) -> None:
+        """The program calls: refuse it here if nothing can be sent or received any more."""
+
+    @abstractmethod
+    def _send(self, handle: Handle, data: memoryview, dtype: int) -> None:
+        """Start sending to a peer that is here; finish the handle when the memory is free again."""
+
     @abstractmethod
     def _post(self, to: int, topic: int, body: bytes) -> None:
         """`post`, of the wire's own topics as well, and of any length that a frame can have."""
@@ -148,6 +155,23 @@ class MailboxWire(Wire, Generic[M]):
     def said_goodbye(self, rank: int) -> bool:
         return rank in self._left
 
+    def send(self, data: memoryview, to: int, tag: Tag, dtype: int, on_done: Callable[[Handle], None] | None = None) -> Handle:
+        self._enter()
+        self._check_peer("send", to)
+        _check_length("send", data.nbytes, MAX_PAYLOAD_BYTES)
+        handle = Handle(to, tag, on_done)
+        if (lost := self._loss_of(to)) is not None:
+            handle.finish(lost)
+        else:
+            self._send(handle, data, dtype)
+        return handle
+
+    def post(self, to: int, topic: int, body: bytes) -> None:
+        self._enter()
+        self._check_peer("post", to)
+        _check_length("post", len(body), MAX_POST_BYTES)
+        self._post(to, topic, body)
+
     def recv(
         self,
         source: int,
@@ -158,6 +182,7 @@ class MailboxWire(Wire, Generic[M]):
         on_done: Callable[[Handle], None] | None = None,
         into: memoryview | None = None,
     ) -> Handle:
+        self._enter()
         self._check_peer("recv", source)
         handle = Handle(source, tag, on_done)
         key = (source, tag.channel, tag.sequence, tag.index)
@@ -196,11 +221,13 @@ class MailboxWire(Wire, Generic[M]):
             self._tell(listener, source, body)
 
     def serve(self, channel: int, on_message: OnMessage, credit_bytes: int) -> None:
+        self._enter()
         self._serving.serve(channel, on_message, credit_bytes)
 
     def offer(
         self, to: int, channel: int, header: bytes, payload: memoryview, on_done: Callable[[Handle], None] | None = None
     ) -> Handle:
+        self._enter()
         if to != self.rank:  # for which there is an error of its own
             self._check_peer("offer", to)
         return self._serving.offer(to, channel, header, payload, on_done)
@@ -350,3 +377,11 @@ class MailboxWire(Wire, Generic[M]):
     def _tell_lost(self, error: PeerLost) -> None:
         for listener in list(self._lost_listeners):
             listener(error)
+
+
+def _check_length(verb: str, num_bytes: int, limit: int) -> None:
+    if num_bytes > limit:
+        raise ConfigurationError(
+            f"{verb} of {num_bytes} bytes: one message carries at most {limit}, so that none holds up the others. "
+            f"Send it in pieces."
+        )

@@ -86,7 +86,7 @@ def map_offered(offer: MappingOffer, *, writable: bool = False) -> NDArray[np.ui
     size = COOKIE_BYTES + offer.num_bytes
     descriptor = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        check_file(os.fstat(descriptor), size)
+        _check_file(os.fstat(descriptor), size)
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
             raise ValueError("its file can still be shortened")
         mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
@@ -115,7 +115,7 @@ def _free_bytes() -> int:
     return max(0, min(free, default=0))
 
 
-def check_file(status: os.stat_result, size: int) -> None:
+def _check_file(status: os.stat_result, size: int) -> None:
     """Raise ValueError unless it is a regular file of this user alone, of that size."""
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("not a regular file")

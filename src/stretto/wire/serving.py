@@ -158,8 +158,8 @@ class Serving:
     ) -> Handle:
         handle = Handle(to, Tag(channel, 0, 0), on_done)
         self._check(to, channel, header, payload)
-        if to in self._wire.lost:
-            handle.finish(self._wire.lost[to])
+        if (lost := self._wire._loss_of(to)) is not None:
+            handle.finish(lost)
             return handle
         outflow = self._outflows.setdefault(to, {}).setdefault(channel, Outflow())
         outflow.waiting.append(OfferedMessage(handle, header, payload))

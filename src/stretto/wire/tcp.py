@@ -20,16 +20,13 @@ busy, not lost. On this host its process is looked up in /proc; elsewhere it has
 
 from __future__ import annotations
 
-import contextlib
-import os
 import select
-import weakref
 from pathlib import Path
+from typing import Unpack
 
-from stretto.timeouts import Timeouts
 from stretto.wire import frames
 from stretto.wire.base import Handle
-from stretto.wire.framed import log
+from stretto.wire.framed import WireSettings, log
 from stretto.wire.frames import FrameKind, Header
 from stretto.wire.tcp_connection import FramePart, OutgoingBytes, TcpConnection
 from stretto.wire.tcp_meeting import TcpMeeting
@@ -44,32 +41,13 @@ LOOKS = 40  # at the time, within `silence_s`
 class TcpWire(TcpMeeting):
     """See the module's text. The constructor listens; publish `address`, then `connect` to everybody."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        *,
-        secret: bytes,
-        bind: str = "127.0.0.1",
-        port: int = 0,
-        timeouts: Timeouts | None = None,
-        generation: int = 0,
-        shared_memory: bool = True,
-        accept_later: bool = False,
-        write_in_thread: bool = False,
-    ) -> None:
-        super().__init__(
-            rank, world_size, secret=secret, bind=bind, port=port, timeouts=timeouts, generation=generation,
-            shared_memory=shared_memory, accept_later=accept_later,
-        )  # fmt: skip
+    def __init__(self, rank: int, world_size: int, *, write_in_thread: bool = False, **settings: Unpack[WireSettings]) -> None:
+        super().__init__(rank, world_size, **settings)
         self._writer = Writer(self.wake) if write_in_thread else None
         self._poller.register(self._far.fileno(), select.POLLIN)
         self._parting: dict[TcpConnection, float] = {}  # to peers that are gone, and until when there may be last words
         self._unfinished: set[int] = set()  # ranks with bytes read ahead that wait for another turn
         self._looked_at = self.now()
-        # A forked child (a DataLoader's worker) would keep the connections open after this process has died: nobody would notice.
-        this = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close_in_child(this))
 
     # -- what every framed wire needs from its transport --------------------------------------------------------------
 
@@ -163,8 +141,7 @@ class TcpWire(TcpMeeting):
         wake = self._far.fileno()
         for descriptor, event in self._poller.poll(timeout_s * 1000):
             if descriptor == wake:
-                with contextlib.suppress(BlockingIOError):
-                    self._far.recv(4096)
+                self._woken()
                 if self._accept_later:
                     self._look_at_the_door()
                 continue
@@ -261,11 +238,7 @@ class TcpWire(TcpMeeting):
     def _begin_frame(self, connection: TcpConnection) -> None:
         head = connection.ahead[connection.begin : connection.begin + frames.HEADER_BYTES]
         connection.begin += frames.HEADER_BYTES
-        header = frames.decode_stream(head)
-        if header.source != connection.rank:
-            raise ValueError(f"it calls itself rank {header.source}")
-        if header.generation != (admitted := connection.generation):
-            raise ValueError(f"it says that it joined in generation {header.generation}, and was admitted in {admitted}")
+        header = self._checked(connection.rank, frames.decode_stream(head))
         if header.kind == FrameKind.BULK:
             raise ValueError("a payload in a part of its own, where there are no parts")
         connection.header = header
@@ -348,41 +321,24 @@ class TcpWire(TcpMeeting):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        self._end(goodbye=True)
-
-    def abandon(self) -> None:
-        self._end(goodbye=False)
-
-    def _end(self, *, goodbye: bool) -> None:
-        if self._closed:
-            return
-        if goodbye:
-            self._say_goodbye()
-        self._closed = True
+    def _release(self) -> None:
         for rank in self._connections:
             if rank not in self.lost:
                 self._drop(rank)
-                self._close_boxes(self._connections[rank])
+                self._connections[rank].close_boxes()
         self._parting = dict.fromkeys(self._parting, self.now())
         self._part()
-        self._door.close()
         for newcomer in self._newcomers.values():
             newcomer.close()
         if self._pulse is not None:
             self._pulse.close()
         if self._writer is not None:
             self._writer.stop(1.0)
-        self._near.close()
-        self._far.close()
 
-
-def _close_in_child(reference: weakref.ref[TcpWire]) -> None:
-    wire = reference()
-    if wire is not None and not wire._closed:
-        wire._door.close_in_child()
-        connections = (*wire._by_descriptor.values(), *wire._parting)
-        for held in (*wire._newcomers.values(), *(connection.socket for connection in connections)):
+    def _close_in_child(self) -> None:
+        self._door.close_in_child()
+        connections = (*self._by_descriptor.values(), *self._parting)
+        for held in (*self._newcomers.values(), *(connection.socket for connection in connections)):
             held.close()
 
 

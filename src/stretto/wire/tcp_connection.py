@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from typing import Final
 
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.wire.base import Handle
 from stretto.wire.framed import Connection
 from stretto.wire.frames import HEADER_BYTES, Header

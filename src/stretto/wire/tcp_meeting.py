@@ -14,15 +14,15 @@ import select
 import socket
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 from stretto.errors import SecretError
 from stretto.launching.hosts import split_address
-from stretto.launching.membership import Peer
+from stretto.launching.peers import Peer
 from stretto.launching.secret import job_secret
 from stretto.wire.awaited import TRY_EVERY_S
 from stretto.wire.door import HANDSHAKE_S, MAX_STRANGERS, can_hide
-from stretto.wire.framed import TOPIC_HELLO, FramedWire
+from stretto.wire.framed import TOPIC_HELLO, FramedWire, WireSettings
 from stretto.wire.handshake import Life, handshake_key, introduce_ourselves
 from stretto.wire.pulse import Acquaintance, Pulse
 from stretto.wire.tcp_connection import TcpConnection
@@ -33,7 +33,7 @@ RETRY_S = 0.05
 class TcpMeeting(FramedWire):
     """See the module's text: a wire that makes its connections, and does not use them yet."""
 
-    def __init__(self, rank: int, world_size: int, **settings: Any) -> None:
+    def __init__(self, rank: int, world_size: int, **settings: Unpack[WireSettings]) -> None:
         super().__init__(rank, world_size, **settings)
         self._pulse: Pulse | None = None
         self._connections: dict[int, TcpConnection] = {}
@@ -95,7 +95,7 @@ class TcpMeeting(FramedWire):
     def _adopt(self, peer: Peer, mine: Peer, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        adopted = TcpConnection(peer, mine, connection, self.now(), shared_memory=self._shared_memory)
+        adopted = TcpConnection(peer, mine, connection, self.now(), shared_memory=self._sharing.wanted)
         self._connections[peer.rank] = adopted
         self._by_descriptor[adopted.descriptor] = adopted
         self._poller.register(adopted.descriptor, select.POLLIN)

@@ -73,9 +73,7 @@ def _momentum_of(optimizer: Optimizer) -> str | None:
 
 
 def check_native(strategy: Strategy, job: Job) -> None:
-    from stretto.wire.torch_group import TorchGroupWire  # brings in torch.distributed, which others do without
-
-    if not isinstance(job.wire, TorchGroupWire):
+    if job.native is None:
         raise ConfigurationError(
             f"{strategy.aggregate!r} is the torch backend's own collective, and this job runs on another wire.\n"
             f'Start it with stretto.init(wire="gloo") or stretto.init(wire="nccl"), or use AllReduce("auto").'
