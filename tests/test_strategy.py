@@ -23,7 +23,7 @@ from stretto.errors import ConfigurationError
 from stretto.job import Job
 from stretto.parsing import parse
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
-from stretto.strategy import ON_GPUS, Strategy, _is_on_gpus
+from stretto.strategy import ON_ONE_HOST, Strategy, _are_on_gpus
 from stretto.testing import run_jobs
 
 ALL = list(dict.fromkeys([*STRATEGIES, *EVERY_ALGORITHM]))
@@ -122,23 +122,36 @@ def test_a_strategy_of_the_launcher_that_cannot_be_read_is_an_error_of_every_wor
     run_jobs(2, program)
 
 
-def test_on_gpus_the_default_keeps_gradients_there_and_nothing_else_is_changed() -> None:
-    assert Strategy()._for_gpus() == Strategy(aggregate=Hierarchy(), schedule=ON_GPUS)
-    assert Strategy(schedule=WaitFree())._for_gpus() == Strategy(aggregate=Hierarchy(), schedule=WaitFree())
+class OnGpu(nn.Parameter):
+    is_cuda = True
+
+
+def model_on(rank: int, gpus: tuple[int, ...]) -> nn.Module:
+    model = nn.Linear(2, 2)
+    if rank in gpus:
+        model.weight = OnGpu(model.weight.data)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("hosts", "gpus", "expected"),
+    [
+        ("aa", (0, 1), Strategy(aggregate=Hierarchy(), schedule=ON_ONE_HOST)),
+        ("aba", (0, 1, 2), Strategy(aggregate=Hierarchy())),  # between hosts buckets leave early
+        ("ab", (0, 1), Strategy()),  # nobody shares a host
+        ("aa", (), Strategy()),
+        ("aa", (1,), Strategy()),  # all workers, or none
+    ],
+)
+def test_on_gpus_the_default_keeps_gradients_there(hosts: str, gpus: tuple[int, ...], expected: Strategy) -> None:
+    def program(job: Job) -> Strategy:
+        on_gpus = _are_on_gpus(model_on(job.rank, gpus), job)
+        return Strategy()._for_gpus(job) if on_gpus else Strategy()
+
+    assert run_jobs(len(hosts), program, hosts=list(hosts)) == [expected] * len(hosts)
+
+
+def test_what_the_user_has_asked_for_is_done_on_gpus_too() -> None:
+    assert Strategy()._is_left_to_us and Strategy(schedule=WaitFree())._is_left_to_us
     for asked in (Strategy(aggregate=AllReduce("ring")), Strategy(compress=Int8()), Strategy(aggregate=Hierarchy())):
-        assert asked._for_gpus() == asked
-
-
-def test_only_models_on_gpus_of_workers_that_share_a_host_are_trained_so() -> None:
-    class OnGpu(nn.Parameter):
-        is_cuda = True
-
-    here, there = nn.Linear(2, 2), nn.Linear(2, 2)
-    there.weight = OnGpu(there.weight.data)
-
-    def program(job: Job) -> tuple[bool, bool]:
-        return _is_on_gpus(here, job), _is_on_gpus(there, job)
-
-    assert run_jobs(2, program) == [(False, True)] * 2
-    assert run_jobs(2, program, hosts=["a", "b"]) == [(False, False)] * 2
-    assert run_jobs(3, program, hosts=["a", "b", "a"]) == [(False, True)] * 3
+        assert not asked._is_left_to_us

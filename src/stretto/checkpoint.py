@@ -482,7 +482,7 @@ def _changes(entry: dict[str, Any], engine: Engine) -> list[str]:
     if entry["strategy"] != repr(engine.strategy):
         return [f"the strategy (then {entry['strategy']}, now {engine.strategy!r})"]
     if entry["world_size"] == engine.job.world_size and entry["buckets"] != _layout(engine):
-        return ["the bucket layout (other parameters are frozen, or workers are on other hosts)"]
+        return ["the bucket layout (other parameters are frozen, or workers are on other hosts, or on GPUs where they were not)"]
     return []
 
 

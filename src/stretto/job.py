@@ -63,7 +63,7 @@ class Job:
         self.local_rank = launch.local_rank
         self.closed = False
         self.engines: WeakSet[Any] = WeakSet()  # of the models that train in this job
-        self.threads: WeakSet[Any] = WeakSet()  # what has a stop() to be called before the job is left
+        self.threads: WeakSet[Any] = WeakSet()  # and fabrics: what has a stop() to be called before the job is left
         self.weight = 1.0  # of this worker's gradients in a mean; see `stretto.weight`
         self.at_exit: Finalize | None = None
         self.ledger = Ledger()

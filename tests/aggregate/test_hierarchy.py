@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine.worker import Refusing, assert_equal_everywhere, data, mlp, seeded, start, state_of, take_step
 from laws.strategies import COMPRESSIONS
 from stretto import AllReduce, Hierarchy, Strategy, parse
+from stretto.aggregate.all_reduce.bucket import ReducedBucket
 from stretto.aggregate.hierarchy import training as hierarchy
 from stretto.aggregate.hierarchy.training import SynchronousHierarchy
 from stretto.checkpoint import load, save
@@ -28,7 +29,7 @@ from stretto.compress.sign import Sign
 from stretto.compress.top_k import TopK
 from stretto.distributing import distribute, engine_of, join
 from stretto.engine.training import TensorsByName
-from stretto.errors import BackwardFailed, ConfigurationError, PeerLost, RankMismatch
+from stretto.errors import BackwardFailed, ConfigurationError, PeerLost, RankMismatch, WireError
 from stretto.fabric import choose
 from stretto.fabric.mapped import MappedFabric
 from stretto.fabric.native import NativeFabric
@@ -113,6 +114,28 @@ def test_training_over_torchs_collectives_inside_hosts(
     assert_equal_everywhere(states)
     for name, value in expected.items():
         torch.testing.assert_close(states[0][name], value)
+
+
+@pytest.mark.parametrize("fabric", ["mapped", "gloo"])
+def test_an_error_between_the_levels_on_one_worker_is_told_to_all_at_once(fabric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for that worker's share; with torch's collectives it would itself wait, for the shares to come in order."""
+    if fabric == "gloo":
+        monkeypatch.setattr(choose, "_fastest", lambda group, members, device: (NativeFabric(group, device, "gloo"), ""))
+    steps = SynchronousHierarchy._steps
+
+    def failing(self: SynchronousHierarchy, bucket: ReducedBucket, share: Tensor) -> Any:
+        if self._job.rank == 1 and bucket.number == 1:
+            raise ValueError("a codec's")
+        return steps(self, bucket, share)
+
+    def program(job: Job) -> str:
+        with pytest.raises((ValueError, WireError)) as raised:
+            train(job, two_levels(), [0, 1, 2, 3], steps=1)
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    monkeypatch.setattr(SynchronousHierarchy, "_steps", failing)
+    told = "WireError: rank 1 could not combine gradients: ValueError: a codec's"
+    assert run_jobs(4, program, hosts=TWO_BY_TWO) == [told, "ValueError: a codec's", told, told]
 
 
 @pytest.mark.parametrize("compress", [SIGN, ErrorFeedback(PowerSGD(2))], ids=repr)

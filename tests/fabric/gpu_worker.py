@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -14,6 +15,7 @@ from stretto.fabric import mapped as mapped_module
 from stretto.fabric.base import Area, Fabric, Steps
 from stretto.fabric.choose import choose_fabric
 from stretto.fabric.device_memory import DeviceOffer, OwnDeviceMemory
+from stretto.fabric.mapped import MappedFabric
 from stretto.fabric.native import NativeFabric
 from stretto.job import Job
 
@@ -68,7 +70,7 @@ def sums_of_one_worker(backend: str) -> str:
     for turn in range(3):
         _use_all(job, fabric, thread, on_gpu, turn)
     thread.stop()
-    fabric.close()
+    fabric.stop()
     stretto.shutdown()
     return fabric.name
 
@@ -88,6 +90,27 @@ def _use(job: Job, fabric: Fabric, area: Area, number: int, turn: int, which: li
     flat[start:stop] *= 4
     yield from fabric.share(number, flat, len(which) * turn + number, "")
     assert torch.equal(flat, torch.full_like(flat, 2 * total))
+
+
+def freed_by_its_owner() -> float:
+    """What rank 0 still reads after rank 1 has freed its memory; the driver keeps it for those that map it."""
+    job = stretto.init()
+    area = Area(1 << 20, torch.float32, device=GPU)
+    fabric = MappedFabric(job.world, GPU)
+    fabric.prepare([area])
+    fabric._given[job.rank][0].fill_(3.0)
+    torch.cuda.synchronize()
+    stretto.barrier()
+    if job.rank == 1:
+        fabric._given, fabric._made = [], []
+        gc.collect()
+        _again = [torch.full((1 << 20,), 7.0, device=GPU) for _ in range(64)]  # another user of memory that was free
+        torch.cuda.synchronize()
+    stretto.barrier()
+    found = 0.0 if job.rank == 1 else float(fabric._given[1][0].double().mean())
+    stretto.barrier()
+    stretto.shutdown()
+    return found
 
 
 def refused(how: str) -> list[str]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import random
+import threading
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +16,15 @@ from torch import Tensor
 
 from stretto.aggregate.all_reduce.compression_thread import CompressionThread
 from stretto.collectives.group import Group
-from stretto.errors import PeerLost, RankMismatch
+from stretto.errors import PeerLost, RankMismatch, WireError
+from stretto.fabric import choose, native
 from stretto.fabric import mapped as mapped_module
 from stretto.fabric.base import Area, Fabric, FabricUnavailable, Steps
 from stretto.fabric.by_wire import ByWire
 from stretto.fabric.choose import choose_fabric
 from stretto.fabric.mapped import MappedFabric
 from stretto.fabric.native import NativeFabric
+from stretto.fabric.per_device import PerDevice
 from stretto.job import Job
 from stretto.testing import run_jobs
 from stretto.wire.mapping import OwnMapping, map_offered
@@ -31,6 +36,13 @@ def gloo(group: Group) -> NativeFabric:
     return NativeFabric(group, CPU, "gloo")
 
 
+class CountedCalls:
+    count = 0
+
+    def append(self) -> None:
+        self.count += 1
+
+
 KINDS = [MappedFabric, ByWire, gloo]
 AREAS = [
     Area(1000, torch.float32),
@@ -38,6 +50,7 @@ AREAS = [
     Area(5, torch.bfloat16),
     Area(0, torch.float32),
     Area(1, torch.complex64, owner=0),
+    Area(3, torch.complex64),
 ]
 
 
@@ -74,7 +87,7 @@ def test_every_share_is_the_sum_and_what_is_made_of_it_reaches_everybody(kind: C
             for exchange in [thread.submit(use(job, fabric, number, turn), CPU) for number in order]:
                 exchange.wait()
         thread.stop()
-        fabric.close()
+        fabric.stop()
 
     finished: list[int] = []
     run_jobs(size, program)
@@ -98,6 +111,7 @@ def test_a_member_that_dies_between_the_two_halves_is_a_lost_peer(kind: Callable
         fabric.prepare([area])
         flat = torch.ones(area.num_elements)
         drive(fabric.sum(0, flat, 1.0, 0, ""))
+        job.barrier()  # the others have ended it too
         if job.rank == 2:
             assert job.wire is not None
             job.wire.abandon()
@@ -119,7 +133,99 @@ def test_members_that_are_not_in_the_same_use_are_told() -> None:
     run_jobs(2, program)
 
 
+def test_torchs_group_is_aborted_as_soon_as_a_member_is_lost_and_says_so_when_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU its operation would wait for the lost member for ever."""
+    area, aborted = Area(1000, torch.float32), threading.Semaphore(0)
+
+    def abort(fabric: NativeFabric) -> None:
+        abort_group(fabric)
+        aborted.release()
+
+    abort_group = NativeFabric._abort_group
+    monkeypatch.setattr(NativeFabric, "_abort_group", abort)
+
+    def program(job: Job) -> str:
+        fabric, flat = gloo(job.world), torch.ones(area.num_elements)
+        fabric.prepare([area])
+        steps = fabric.sum(0, flat, 1.0, 0, "")
+        next(steps).wait()  # all have met, and their operations may begin
+        if job.rank == 2:
+            assert job.wire is not None
+            job.wire.abandon()
+            return "died"
+        with pytest.raises(PeerLost) as lost:
+            drive(steps)
+        assert aborted.acquire(timeout=20)
+        with pytest.raises(WireError, match=r"(?s)cannot combine through gloo any more.*distribute"):
+            drive(fabric.share(0, flat, 0, ""))
+        return f"lost {lost.value.rank}"
+
+    assert run_jobs(3, program) == ["lost 2", "lost 2", "died"]
+
+
 # -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (["x", "x", "x"], "mapped device memory, they share a GPU"),
+        (["x", "y", "z"], "nccl, each has a GPU of its own"),
+        (["x", "x", "y"], "3 workers share 2 GPUs. Give each worker a GPU of its own, or all of them the same"),
+    ],
+    ids=str,
+)
+def test_what_is_chosen_on_gpus(gpus: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(job: Job) -> str:
+        try:
+            fabric, why = choose._fastest(job.world, job.peers, torch.device("cuda", job.rank))
+        except FabricUnavailable as problem:
+            return str(problem)
+        return f"{fabric.name}, {why}"
+
+    monkeypatch.setattr(choose, "gpu_of", lambda device: gpus[device.index])
+    monkeypatch.setattr(native, "_make_and_try", lambda *arguments: None)  # there is no NCCL here
+    assert run_jobs(3, program) == [expected] * 3
+
+
+def test_nccl_that_does_not_connect_is_said_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(job: Job) -> str:
+        with pytest.raises(FabricUnavailable) as refused:
+            NativeFabric(job.world, CPU, "gloo", timeout_s=0.3 if job.rank == 1 else 20)
+        over.set()
+        for thread in threading.enumerate():
+            if thread.name == "stretto-connect":
+                thread.join(20)
+        return str(refused.value)
+
+    def hang_on_rank_1(backend: str, folder: str, group: Group, *arguments: object) -> object:
+        assert over.wait(20) if group.rank == 1 else True
+        return SimpleNamespace(abort=aborted.append)
+
+    over, aborted = threading.Event(), CountedCalls()
+    monkeypatch.setattr(native, "_make_and_try", hang_on_rank_1)
+    texts = set(run_jobs(2, program))
+    assert texts == {"gloo does not connect them (rank 1: not connected within 0.3 s)"} and aborted.count == 1
+
+
+def test_vectors_on_several_devices_have_a_fabric_for_each() -> None:
+    """A CPU with a number counts as another device."""
+    areas = [*AREAS[:2], replace(AREAS[0], device=torch.device("cpu", 0)), AREAS[2]]
+
+    def program(job: Job) -> str:
+        fabric = choose_fabric(job.world, job.peers, areas)
+        assert isinstance(fabric, PerDevice)
+        for turn, which in enumerate((areas, areas[1:], areas[::-1])):
+            if turn:
+                assert choose_fabric(job.world, job.peers, which, former=fabric) is fabric
+            for number, area in enumerate(which):
+                flat = values(area, job.rank, turn)
+                drive(fabric.sum(number, flat, 1.0, 10 * turn + number, ""))
+                drive(fabric.share(number, flat, 10 * turn + number, ""))
+                assert torch.equal(flat, values(area, 0, turn) + values(area, 1, turn))
+        return fabric.name
+
+    assert run_jobs(2, program) == ["mapped host memory"] * 2
 
 
 def chosen(job: Job) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fabric.gpu_worker import refused, sums, sums_of_one_worker, train
+from fabric.gpu_worker import freed_by_its_owner, refused, sums, sums_of_one_worker, train
 from stretto.launching.spawn import launch
 
 pytestmark = [
@@ -18,6 +18,10 @@ pytestmark = [
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_in_mapped_device_memory_are_right(size: int) -> None:
     assert launch(sums, size, timeout_s=100) == ["mapped device memory and mapped host memory"] * size
+
+
+def test_memory_stays_readable_when_its_owner_has_freed_it() -> None:
+    assert launch(freed_by_its_owner, 2, timeout_s=100) == [3.0, 0.0]
 
 
 def test_nccl_with_a_worker_of_its_own() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from stretto.collectives.execute import Communicator
+from stretto.collectives.failures import HasFailed
 from stretto.collectives.request import Pending, Request
 from stretto.errors import StrettoError
 from stretto.protocol.loop import Loop
@@ -52,6 +53,11 @@ class CommunicationThread:
             pending.finish(self._broken or StrettoError("the job was shut down"))
         return pending
 
+    def fail(self, pending: Pending, error: StrettoError) -> None:
+        """Have a collective fail on all its members, and the round that it is part of on all workers: this one will not do its
+        part."""
+        self.loop.call(lambda: self.communicator.tell(HasFailed(pending.request, error)))
+
     def stop(self, timeout_s: float) -> None:
         """End the thread; collectives still under way fail. The wire is then the caller's to close."""
         self._stopping = True
@@ -86,8 +92,8 @@ class CommunicationThread:
         patience_s = self.communicator.timeouts.arrive_s
         late = pending.ready is not None and time.monotonic() - pending.made_at > patience_s
         if late:
-            what = f"the data for {pending.request.belief} did not arrive in host memory within {patience_s:g} s"
-            pending.finish(StrettoError(f"{what}: the device it comes from does not make progress."))
+            what = f"what {pending.request.belief} waits for on its device did not end within {patience_s:g} s"
+            pending.finish(StrettoError(f"{what}: the device does not make progress."))
         return late
 
     def _fail_all(self, error: StrettoError) -> None:

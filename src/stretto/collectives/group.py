@@ -31,7 +31,7 @@ from stretto.collectives.plan import Kind
 from stretto.collectives.reduction import dtype_code
 from stretto.collectives.request import DEFAULT_SEGMENT_BYTES, Pending, Request
 from stretto.collectives.started import Started
-from stretto.errors import ConfigurationError
+from stretto.errors import ConfigurationError, StrettoError
 from stretto.launching.peers import ranks_text
 
 OWN_CHANNELS = 2  # of a group, before those of its pairs: one for the public functions, one to choose algorithms in
@@ -182,6 +182,10 @@ class Group:
         among, label = f"from rank {pair[0]} to rank {pair[1]}", f" of send and recv in {self._among or 'the job'}"
         request = Request(plan, flat, "sum", *name, self.segment_bytes, label, None, pair, among, self.generation)
         return communication.start(request)
+
+    def fail(self, pending: Pending, error: StrettoError) -> None:
+        """This worker cannot do its part of a collective that it has started: no member is to wait for it."""
+        self._communication().fail(pending, error)
 
     def _communication(self) -> CommunicationThread:
         self.endpoint.check_usable()

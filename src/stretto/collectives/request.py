@@ -112,7 +112,7 @@ class Pending:
         self.request = request
         self.error: StrettoError | None = None
         self._finished = threading.Event()
-        self._callback: Callable[[], None] | None = None
+        self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self.ready: Callable[[], bool] | None = None
         self.made_at = time.monotonic()
@@ -130,15 +130,16 @@ class Pending:
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when it is done: from the thread that ends it, or at once."""
-        self._callback = callback
+        with self._lock:
+            self._callbacks.append(callback)
         if self._finished.is_set():
             self._tell()
 
     def _tell(self) -> None:
-        """Whoever ends it and whoever asks to be told may get here at the same time: only one finds the callback."""
+        """Whoever ends it and whoever asks to be told may get here at the same time: only one finds a callback."""
         with self._lock:
-            callback, self._callback = self._callback, None
-        if callback is not None:
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
             callback()
 
     def wait(self) -> None:

@@ -147,7 +147,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 def _alias(flat: Tensor) -> Tensor:
     """The same memory as a tensor of its own for the wire, whose views do not count among the users of `flat`: the communication
-    thread may keep one for a moment after a collective has ended. A GPU's memory goes through a copy in any case."""
+    thread may keep one for a moment after a collective has ended. What lies on a GPU is copied by whatever sends it."""
     if flat.device.type != "cpu" or flat.numel() == 0:  # a parameter without elements may have a bucket to itself
         return flat
     return torch.from_numpy(flat.view(torch.uint8).numpy()).view(flat.dtype)

@@ -71,5 +71,5 @@ class Fabric(ABC):
     def share(self, area: int, flat: Tensor, number: int, label: str) -> Steps:
         """End it: give everybody what each member has made of its share."""
 
-    def close(self) -> None:  # noqa: B027  # most have nothing to close
+    def stop(self) -> None:  # noqa: B027  # most have nothing to stop
         """It is used no longer."""

@@ -23,59 +23,57 @@ from stretto.fabric.native import NativeFabric
 from stretto.fabric.per_device import PerDevice, devices_of
 from stretto.launching.peers import Peer
 
+ASKED_FOR = "asked for"
+
 log = logging.getLogger("stretto")
 
 
 def choose_fabric(
-    group: Group, peers: Sequence[Peer], areas: Sequence[Area], *, by_wire: bool = False, former: Fabric | None = None
+    group: Group, peers: Sequence[Peer], areas: Sequence[Area], *, why_wire: str | None = None, former: Fabric | None = None
 ) -> Fabric:
-    """For these vectors. All members call it together, and all get the same kind. `by_wire`: the user wants our wire. `former`:
-    what was chosen for other vectors on the same devices before, and is used on if it can be.
+    """For these vectors. All members call it together, and all get the same kind. `why_wire`: why it must be our wire.
+    `former`: what was chosen for other vectors on the same devices before, and is used on if it can be.
 
     The first member says in the log what was chosen, and why."""
-    why_not = None if former is None else _problem_with(former, areas)
-    if former is not None and why_not is None:
-        return former
-    devices = devices_of(areas)
-    if len(devices) == 1:
-        return _choose_for(group, peers, areas, devices[0], by_wire, why_not)
-    parts = {device: [area for area in areas if area.device == device] for device in devices}
-    return PerDevice(areas, {device: _choose_for(group, peers, part, device, by_wire, why_not) for device, part in parts.items()})
-
-
-def _problem_with(former: Fabric, areas: Sequence[Area]) -> str | None:
-    """Why a fabric cannot be used for these vectors; None: it is ready for them."""
-    try:
-        former.prepare(areas)
-        return None
-    except FabricUnavailable as problem:
-        former.close()
-        return str(problem)
-
-
-def _choose_for(
-    group: Group, peers: Sequence[Peer], areas: Sequence[Area], device: torch.device, by_wire: bool, why_not: str | None
-) -> Fabric:
-    """`why_not`: what was tried before, and failed."""
-    if group.size == 1:
-        return _prepared(ByWire(group), areas)
-    fabric: Fabric | None = None
-    why = why_not or "asked for"
-    if why_not is None and not by_wire:
+    if former is not None:
         try:
-            fabric, why = _fastest(group, [peers[rank] for rank in group.ranks], device)
-            _prepared(fabric, areas)
+            former.prepare(areas)
+            return former
         except FabricUnavailable as problem:
-            fabric, why = None, str(problem)
-    through_host = fabric is None and device.type != "cpu" and not by_wire
-    fabric = fabric or _prepared(ByWire(group), areas)
-    if group.rank == 0:
-        log.log(
-            logging.WARNING if through_host else logging.INFO,
-            "the %d workers of a host (ranks %s) combine what lies on %s through %s: %s",
-            group.size, list(group.ranks), device, fabric.name, why,
-        )  # fmt: skip
+            former.stop()
+            why_wire = str(problem)
+    devices = devices_of(areas)
+    if group.size == 1 or why_wire is not None:
+        return _by_wire(group, areas, devices, why_wire)
+    if len(devices) == 1:
+        return _choose_for(group, peers, areas, devices[0])
+    parts = {device: [area for area in areas if area.device == device] for device in devices}
+    return PerDevice(areas, {device: _choose_for(group, peers, part, device) for device, part in parts.items()})
+
+
+def _choose_for(group: Group, peers: Sequence[Peer], areas: Sequence[Area], device: torch.device) -> Fabric:
+    try:
+        fabric, why = _fastest(group, [peers[rank] for rank in group.ranks], device)
+        fabric.prepare(areas)
+    except FabricUnavailable as problem:
+        return _by_wire(group, areas, [device], str(problem))
+    _say(logging.INFO, group, [device], fabric, why)
     return fabric
+
+
+def _by_wire(group: Group, areas: Sequence[Area], devices: Sequence[torch.device], why: str | None) -> Fabric:
+    fabric = ByWire(group)
+    fabric.prepare(areas)
+    if why is not None:
+        through_host = why != ASKED_FOR and any(device.type != "cpu" for device in devices)
+        _say(logging.WARNING if through_host else logging.INFO, group, devices, fabric, why)
+    return fabric
+
+
+def _say(level: int, group: Group, devices: Sequence[torch.device], fabric: Fabric, why: str) -> None:
+    if group.rank == 0 and group.size > 1:
+        workers, where = f"the {group.size} workers of a host (ranks {list(group.ranks)})", " and ".join(map(str, devices))
+        log.log(level, "%s combine what lies on %s through %s: %s", workers, where, fabric.name, why)
 
 
 def _fastest(group: Group, members: Sequence[Peer], device: torch.device) -> tuple[Fabric, str]:
@@ -97,8 +95,3 @@ def _fastest(group: Group, members: Sequence[Peer], device: torch.device) -> tup
     raise FabricUnavailable(
         f"{len(gpus)} workers share {len(set(gpus))} GPUs. Give each worker a GPU of its own, or all of them the same"
     )
-
-
-def _prepared(fabric: Fabric, areas: Sequence[Area]) -> Fabric:
-    fabric.prepare(areas)
-    return fabric

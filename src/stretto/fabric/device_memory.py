@@ -8,8 +8,8 @@ The driver keeps memory as long as a process maps it, also if the one that made 
 goes on and gives what was there). Its documentation promises less: whoever made it should free it last. So workers that exchange
 their memory for other memory meet before they free it (`mapped.py`).
 
-Opened handles are found in no header that Python could read, so the driver is called through ctypes: five functions, whose
-binary interface NVIDIA keeps stable.
+torch shares tensors between processes too, but with a file for each that a killed process leaves behind, and from its own pool.
+So the driver is called, through ctypes: a few functions, whose binary interface NVIDIA keeps stable.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _map_everybody(group: Group, num_bytes: Sequence[int], device: torch.device)
         try:
             for member, offer in enumerate(offers):
                 memory.append(_bytes_of(mine) if member == group.rank else _map(offer, num_bytes[member], device))
-        except (OSError, ValueError, msgspec.ValidationError) as error:
+        except (OSError, ValueError, RuntimeError, msgspec.ValidationError) as error:  # RuntimeError: of torch, on a GPU
             problem = f"what rank {group.ranks[len(memory)]} offers: {error}"
     problems = gather_object(group, problem)  # also: everybody has mapped it, so the file is needed no longer
     if mine is not None and not isinstance(mine, OwnDeviceMemory):
@@ -149,7 +149,7 @@ def _map_everybody(group: Group, num_bytes: Sequence[int], device: torch.device)
 def _make(num_bytes: int, of_all: int, device: torch.device) -> tuple[OwnMapping | OwnDeviceMemory | None, str]:
     try:
         return OwnMapping(num_bytes, of_all) if device.type == "cpu" else OwnDeviceMemory(num_bytes, device), ""
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         return None, f"{num_bytes} bytes of its own: {error}"
 
 

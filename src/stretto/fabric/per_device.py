@@ -37,9 +37,9 @@ class PerDevice(Fabric):
         device, place = self._places[area]
         return self._fabrics[device].share(place, flat, number, label)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         for fabric in self._fabrics.values():
-            fabric.close()
+            fabric.stop()
 
 
 def _places(areas: Sequence[Area]) -> list[tuple[torch.device, int]]:

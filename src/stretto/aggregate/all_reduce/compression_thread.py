@@ -38,10 +38,10 @@ class ThreadedExchange:
         """Return when it has ended; raise what went wrong. Every collective has a deadline, and `stop` ends the rest."""
         while not self._done.wait(1.0):
             pass
+        if self.finished is not None:  # also after an error: what is under way on the GPU still uses the bucket's memory
+            torch.cuda.current_stream(self.device).wait_event(self.finished)
         if self.error is not None:
             raise self.error
-        if self.finished is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.finished)
 
     @property
     def done(self) -> bool:
@@ -49,8 +49,9 @@ class ThreadedExchange:
 
     @property
     def arrived(self) -> bool:
-        on_gpu = self.finished is None or bool(self.finished.query())  # type: ignore[no-untyped-call]
-        return self.done and self.error is None and on_gpu
+        if not self.done or self.error is not None:
+            return False
+        return self.finished is None or bool(self.finished.query())  # type: ignore[no-untyped-call]
 
     def end(self, error: BaseException | None) -> None:
         self.error = error
@@ -139,10 +140,15 @@ def _advance(exchange: ThreadedExchange, ready: queue.SimpleQueue[ThreadedExchan
         failure = None if exchange.waits_for is None else exchange.waits_for.error
         exchange.waits_for = next(exchange.under_way) if failure is None else exchange.under_way.throw(failure)
     except StopIteration:
-        if exchange.device.type == "cuda":
-            exchange.finished = torch.cuda.current_stream(exchange.device).record_event()
-        exchange.end(None)
+        _end(exchange, None)
     except BaseException as error:  # the waiting thread's to raise
-        exchange.end(error)
+        _end(exchange, error)
     else:
         exchange.waits_for.when_done(lambda: ready.put(exchange))
+
+
+def _end(exchange: ThreadedExchange, error: BaseException | None) -> None:
+    if exchange.device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # a GPU that has failed: there is nothing to wait for, and an error to raise
+            exchange.finished = torch.cuda.current_stream(exchange.device).record_event()
+    exchange.end(error)

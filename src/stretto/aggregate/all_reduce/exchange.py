@@ -63,14 +63,19 @@ def side_by_side(exchanges: Iterable[UnderWay]) -> UnderWay:
             waiting.append((exchange, first))
     while waiting:
         exchange, pending = waiting.popleft()
-        try:
-            if not pending.done:
+        problem: BaseException | None = None
+        if pending.done:
+            problem = pending.error
+        else:
+            try:
                 yield pending
-            elif pending.error is not None:
-                raise pending.error
-            following = next(exchange, None) if failure is None else None
-        except Exception as error:
-            failure = failure or error
+            except Exception as failed:
+                problem = failed
+        problem = problem or failure  # also the others must know that they will not go on
+        try:
+            following = next(exchange, None) if problem is None else exchange.throw(problem)
+        except Exception as raised:
+            failure = failure or raised
             continue
         if following is not None:
             waiting.append((exchange, following))

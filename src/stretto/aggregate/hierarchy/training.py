@@ -40,8 +40,9 @@ from stretto.collectives.request import Pending
 from stretto.compress.rounds import ExchangeContext, Sum
 from stretto.compress.state import CompressionState
 from stretto.engine.training import Named, Participation, Setting, TensorsByName, TrainingState
+from stretto.errors import WireError
 from stretto.fabric.base import Area, Fabric
-from stretto.fabric.choose import choose_fabric
+from stretto.fabric.choose import ASKED_FOR, choose_fabric
 from stretto.fabric.per_device import devices_of
 from stretto.job import Job
 
@@ -59,10 +60,12 @@ class SynchronousHierarchy(SynchronousAllReduce):
         self._hosts = Hosts(job)
         self._owners: dict[str, int] = {}  # parameter -> the place on each host of the worker that speaks for it
         self._fabric: Fabric | None = None
-        self._devices: list[torch.device] = []  # that the fabric was chosen for
+        self._devices: set[torch.device] = set()  # that the fabric was chosen for
+        self._alike = True  # all workers have their buckets on the same kinds of devices
         self._pieces: dict[ReducedBucket, list[tuple[int, Area]]] = {}
         self._first_area: dict[ReducedBucket, int] = {}
         self._meeting: Pending | None = None  # of all workers, in the round under way
+        self._cause: Exception | None = None  # what this worker has made the round fail with
         super().__init__(strategy, job, setting)
         if self.state_text is not None:
             self.state_text += " between hosts"
@@ -93,18 +96,25 @@ class SynchronousHierarchy(SynchronousAllReduce):
         self.placement = f"hosts {self._hosts.numbers}, owners {zlib.crc32(repr(sorted(self._owners.items())).encode()):08x}"
         if self.engaged and self._job.world_size > 1:
             self._broadcast(f" to arrange them{self._label}", torch.zeros(1, device="cpu"))  # all have the same, or find out
+            kinds = [bucket.flat.device.type for bucket in buckets]
+            self._alike = all(theirs == kinds for theirs in self._job.gather_object(kinds))
             self._pieces = {bucket: self._cut(bucket) for bucket in buckets}
             self._first_area = dict(zip(buckets, accumulate([0, *map(len, self._pieces.values())]), strict=False))
             self._choose_fabric([area for pieces in self._pieces.values() for _, area in pieces])
         return buckets
 
     def _choose_fabric(self, areas: Sequence[Area]) -> None:
-        if self._fabric is not None and devices_of(areas) != self._devices:
-            self._fabric.close()
+        devices = set(devices_of(areas))
+        if self._fabric is not None and devices != self._devices:
+            self._fabric.stop()
             self._fabric = None
-        self._devices = devices_of(areas)
-        by_wire = _hierarchy_of(self._strategy).inner.algorithm == "ring"
-        self._fabric = choose_fabric(self._hosts.within, self._job.peers, areas, by_wire=by_wire, former=self._fabric)
+        self._devices, why_wire = devices, None
+        if _hierarchy_of(self._strategy).inner.algorithm == "ring":
+            why_wire = ASKED_FOR
+        elif not self._alike:
+            why_wire = "some workers of the job have on a GPU what others have on the CPU"
+        self._fabric = choose_fabric(self._hosts.within, self._job.peers, areas, why_wire=why_wire, former=self._fabric)
+        self._job.threads.add(self._fabric)
         self._channels |= self._fabric.channels
 
     def _make_buckets(self, dense: Sequence[Named]) -> list[ReducedBucket]:
@@ -144,7 +154,8 @@ class SynchronousHierarchy(SynchronousAllReduce):
         if bucket.state is not None:
             return [(0, Area(bucket.num_gradient_elements, torch.float32, owner, device))]
         count, dtype = len(bucket.on_wire), bucket.on_wire.dtype
-        most = max(PIECE_BYTES // dtype.itemsize, -(-count // MOST)) if device.type == "cpu" else max(1, count)
+        whole = self._alike and device.type != "cpu"
+        most = max(1, count) if whole else max(PIECE_BYTES // dtype.itemsize, -(-count // MOST))
         begins = range(0, max(1, count), most)
         return [(begin, Area(min(most, count - begin), dtype, owner, device)) for begin in begins]
 
@@ -173,13 +184,17 @@ class SynchronousHierarchy(SynchronousAllReduce):
                 self._meeting.wait()
             for device in {bucket.flat.device for bucket in self.buckets if bucket.notes_on_host}:
                 torch.cuda.current_stream(device).synchronize()
+        except WireError:
+            if self._cause is not None:
+                raise self._cause from None  # that is why
+            raise
         finally:
-            self._meeting = None
+            self._meeting = self._cause = None
 
     def close(self) -> None:
         super().close()
         if self._fabric is not None:
-            self._fabric.close()
+            self._fabric.stop()
 
     # -- exchanges ----------------------------------------------------------------------------------------------------
 
@@ -207,11 +222,24 @@ class SynchronousHierarchy(SynchronousAllReduce):
     ) -> UnderWay:
         place, number = self._first_area[bucket] + piece, number + piece
         scale = 1.0 if bucket.state is None else self._hosts.num_hosts / self._job.world_size
-        yield from fabric.sum(place, values, scale, number, label)
-        start, stop = area.share(self._hosts.within.rank, self._hosts.within.size)
-        if start < stop:
-            yield from self._driver.drive(self._steps(bucket, values[start:stop]), number, label)
-        yield from fabric.share(place, values, number, label)
+        try:
+            yield from fabric.sum(place, values, scale, number, label)
+            start, stop = area.share(self._hosts.within.rank, self._hosts.within.size)
+            if start < stop:
+                yield from self._driver.drive(self._steps(bucket, values[start:stop]), number, label)
+            yield from fabric.share(place, values, number, label)
+        except WireError:
+            raise  # all workers know
+        except Exception as error:
+            self._fail_round(error)
+            raise
+
+    def _fail_round(self, error: Exception) -> None:
+        """A codec's error, say: the other workers of the host wait for this one's share, and some fabrics with all they do."""
+        self._cause = self._cause or error
+        if self._meeting is not None:
+            text = f"rank {self._job.rank} could not combine gradients: {type(error).__name__}: {error}"
+            self._job.world.fail(self._meeting, WireError(text))
 
     def _steps(self, bucket: ReducedBucket, share: Tensor) -> Steps:
         """Between hosts: the mean over all workers, of their sum over each host."""
