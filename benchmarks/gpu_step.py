@@ -28,6 +28,10 @@ from stretto.bench.turns import quartiles
 
 OURS, BY_WIRE, LOSSY = "stretto", "stretto, through host memory", "stretto, EF PowerSGD 4 between hosts"
 STRATEGIES = {OURS: "Strategy()", BY_WIRE: 'Strategy(aggregate=AllReduce("ring"))'}
+OTHER_BUCKETS = {  # Strategy() has 100 MiB on one host, and 25 MiB on several
+    1: {"stretto, buckets of 24 MiB": "Strategy(schedule=Buckets(bytes=25165824))"},
+    2: {"stretto, buckets of 100 MiB": "Strategy(schedule=Buckets(bytes=104857600))"},
+}
 COMPRESSED = {LOSSY: "Strategy(aggregate=Hierarchy(), compress=ErrorFeedback(PowerSGD(4)))"}
 MOST_S, COMPUTING_S = 0.060, 0.045
 RATES = (None, "10gbit")
@@ -80,12 +84,12 @@ def main(arguments: list[str]) -> None:
     rounds = 3 if options.quick else options.rounds
     harness.check("cuda", rounds)
     settings = CompressStepSettings(
-        strategies=STRATEGIES, peers=(LIMIT, DDP), hosts=1, workers=4, model="gpt2", rounds=rounds, rows=options.rows,
+        strategies=STRATEGIES | OTHER_BUCKETS[1], peers=(LIMIT, DDP), hosts=1, workers=4, model="gpt2", rounds=rounds, rows=options.rows,
         length=options.length, device="cuda",
     )  # fmt: skip
     reports = [run(settings)]
     if not options.one_host:
-        two_by_two = replace(settings, hosts=2, workers=2, strategies=STRATEGIES | COMPRESSED)
+        two_by_two = replace(settings, hosts=2, workers=2, strategies=STRATEGIES | OTHER_BUCKETS[2] | COMPRESSED)
         reports += [run(replace(two_by_two, rate=rate)) for rate in RATES]
     first = reports[0]
     found = claims(first)

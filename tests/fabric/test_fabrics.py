@@ -104,14 +104,14 @@ def test_shares_cover_an_area_once() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_member_that_dies_between_the_two_halves_is_a_lost_peer(kind: Callable[[Group], Fabric]) -> None:
-    area = Area(100_000, torch.float32)
+    area, all_have_ended_it = Area(100_000, torch.float32), threading.Barrier(3)
 
     def program(job: Job) -> str:
         fabric = kind(job.world)
         fabric.prepare([area])
         flat = torch.ones(area.num_elements)
         drive(fabric.sum(0, flat, 1.0, 0, ""))
-        job.barrier()  # the others have ended it too
+        all_have_ended_it.wait(20)
         if job.rank == 2:
             assert job.wire is not None
             job.wire.abandon()
@@ -135,7 +135,7 @@ def test_members_that_are_not_in_the_same_use_are_told() -> None:
 
 def test_torchs_group_is_aborted_as_soon_as_a_member_is_lost_and_says_so_when_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU its operation would wait for the lost member for ever."""
-    area, aborted = Area(1000, torch.float32), threading.Semaphore(0)
+    area, aborted, all_have_met = Area(1000, torch.float32), threading.Semaphore(0), threading.Barrier(3)
 
     def abort(fabric: NativeFabric) -> None:
         abort_group(fabric)
@@ -149,6 +149,7 @@ def test_torchs_group_is_aborted_as_soon_as_a_member_is_lost_and_says_so_when_us
         fabric.prepare([area])
         steps = fabric.sum(0, flat, 1.0, 0, "")
         next(steps).wait()  # all have met, and their operations may begin
+        all_have_met.wait(20)
         if job.rank == 2:
             assert job.wire is not None
             job.wire.abandon()

@@ -147,8 +147,11 @@ def test_a_rank_that_does_not_come_to_a_native_call_is_named() -> None:
 
 @pytest.mark.parametrize("agreed", [False, True], ids=["before it began", "after all agreed"])
 def test_a_rank_that_dies_in_a_native_call_is_named_in_time(agreed: bool) -> None:
+    all_are_there = threading.Barrier(3)
+
     def program(job: Job) -> None:
         job.barrier()
+        all_are_there.wait(LONG_S)
         if job.rank == 2:
             if agreed:
                 dying = _Dies(job)

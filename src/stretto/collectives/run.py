@@ -80,7 +80,7 @@ class CollectiveRun(UnderWay):
             return
         self.pumping = True
         try:
-            while self.ready and not self.pending.done:
+            while self.ready and not self.pending.done and not self.failing:
                 self._start(self.ready.popleft())
         except WireError:
             raise
@@ -128,6 +128,8 @@ class CollectiveRun(UnderWay):
         self.communicator.wire.recv(task.peer, tag, num_bytes, self.code, consume, on_done, into)
 
     def _consume(self, task: Task, incoming: memoryview) -> None:
+        if self.failing:  # nobody will look at the result
+            return
         accumulator = self.accumulators[task.buffer]
         try:
             if task.add:

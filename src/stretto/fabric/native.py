@@ -48,6 +48,7 @@ from stretto.collectives.plan import Kind
 from stretto.collectives.request import Pending
 from stretto.errors import WireError
 from stretto.fabric.base import Area, Fabric, FabricUnavailable, Steps
+from stretto.wire.torch_native import end_operations
 
 BACKENDS = {"nccl": "ProcessGroupNCCL", "gloo": "ProcessGroupGloo"}
 
@@ -65,6 +66,8 @@ class NativeFabric(Fabric):
         if group.rank == 0:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)  # torch may look into it until the end
         self._broken: BaseException | None = None
+        self._kept: list[object] = []
+        self._under_way: set[_Operation] = set()  # torch must not see their memory freed, also when they are given up
         self._areas: Sequence[Area] = ()
         self._in_line: dict[int, _Operation] = {}  # by place: its area for a sum, behind all areas for a share
         self._next = 0
@@ -120,11 +123,13 @@ class NativeFabric(Fabric):
                 yield self._meet(sequence, label)
             operation = self._in_line[place] = _Operation(begin, self._device)
             while self._next in self._in_line:
+                self._under_way.add(self._in_line[self._next])
                 self._in_line.pop(self._next).start()
                 self._next = (self._next + 1) % (2 * len(self._areas))
             if self._group.size > 1:
                 yield self._meet(sequence + 1, label, operation.has_ended)
             operation.check()
+            self._under_way.discard(operation)
         except BaseException as error:
             self._abort(error)
             if isinstance(error, RuntimeError):  # torch's
@@ -149,8 +154,7 @@ class NativeFabric(Fabric):
             threading.Thread(target=self._abort_group, name="stretto-abort", daemon=True).start()  # it may take its time
 
     def _abort_group(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._torch.abort()
+        self._kept = end_operations(self._torch)
 
 
 class _Operation:

@@ -54,7 +54,7 @@ class OwnMapping:
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, SEALS)
             self._map = mmap.mmap(self._descriptor, size)
         except BaseException:
-            os.close(self._descriptor)
+            self.close_file()  # and not again by `__del__`: the number may be another file's by then
             raise
         cookie = secrets.token_bytes(COOKIE_BYTES)
         self._map[:COOKIE_BYTES] = cookie

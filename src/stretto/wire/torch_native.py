@@ -189,25 +189,12 @@ class NativeGroup:
         """The group has failed or holds something that will never end: end all of it."""
         log.warning("rank %d: the %s group is broken (%s)", self._wire.rank, self.backend, problem)
         self.broken = self.broken or problem
-        self._end_all()
-
-    def _end_all(self) -> None:
-        if self.backend != "gloo":
-            with contextlib.suppress(RuntimeError):
-                self._group.abort()
-            return
-        for peer in (rank for rank in range(self._group.size()) if rank != self._wire.rank):
-            try:
-                work = self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, POISON_NUMBER)
-                self._kept.append(work)
-                work.wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                continue  # as it should: the wait has expired, or this connection is closed already
+        self._kept += end_operations(self._group)
 
     def stop(self) -> None:
         """End the thread, and the group if torch.distributed knows it; another's maker ends it."""
         if self._outcome is not None and not self._outcome.done():
-            self._end_all()
+            self._kept += end_operations(self._group)
         self._given.put(None)
         self._thread.join(STOP_S)
         if self._thread.is_alive():
@@ -215,6 +202,23 @@ class NativeGroup:
         if isinstance(self._group, dist.ProcessGroup):
             with contextlib.suppress(ValueError, RuntimeError):
                 dist.destroy_process_group(self._group)
+
+
+def end_operations(group: TorchProcessGroup) -> list[object]:
+    """End all that is under way in a group, which is of no use afterwards; returns what must be kept as long as the group."""
+    if group.name() != "gloo":
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+        return []
+    kept: list[object] = []
+    for peer in (rank for rank in range(group.size()) if rank != group.rank()):
+        try:
+            work = group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, POISON_NUMBER)
+            kept.append(work)
+            work.wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            continue  # as it should: the wait has expired, or this connection is closed already
+    return kept
 
 
 def _end(outcome: Future[None], error: Exception | None = None) -> None:
