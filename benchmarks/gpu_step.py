@@ -84,8 +84,8 @@ def main(arguments: list[str]) -> None:
     rounds = 3 if options.quick else options.rounds
     harness.check("cuda", rounds)
     settings = CompressStepSettings(
-        strategies=STRATEGIES | OTHER_BUCKETS[1], peers=(LIMIT, DDP), hosts=1, workers=4, model="gpt2", rounds=rounds, rows=options.rows,
-        length=options.length, device="cuda",
+        strategies=STRATEGIES | OTHER_BUCKETS[1], peers=(LIMIT, DDP), hosts=1, workers=4, model="gpt2", rounds=rounds,
+        rows=options.rows, length=options.length, device="cuda",
     )  # fmt: skip
     reports = [run(settings)]
     if not options.one_host:

@@ -40,8 +40,8 @@ ANSWERS: dict[str, tuple[type, ...]] = {
     "shard": (Replicated,),
 }
 
-# A GPU adds in no time, but every bucket takes two meetings: with 25, 100 and 400 MB the step of GPT-2 on four workers that share
-# an H200 took 61.0, 55.9 and 55.6 ms. Between hosts the network has to begin early.
+# A GPU adds in no time, but every bucket takes two meetings: with 24 and 100 MiB the step of GPT-2 on four workers that share an
+# H200 took 61.3 and 56.7 ms (benchmarks/gpu_step.py). Between hosts, where the network has to begin early, both are as fast.
 ON_ONE_HOST = Buckets(bytes=100 << 20)
 
 

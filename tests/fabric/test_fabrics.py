@@ -94,6 +94,20 @@ def test_every_share_is_the_sum_and_what_is_made_of_it_reaches_everybody(kind: C
     assert len(finished) == 3 * size * len(AREAS)
 
 
+def test_a_worker_alone_may_use_torchs_collectives_too() -> None:
+    def program(job: Job) -> None:
+        fabric, areas = gloo(job.world), [AREAS[0], AREAS[4]]
+        fabric.prepare(areas)
+        for number, area in enumerate(areas):
+            flat = values(area, 0, 0)
+            drive(fabric.sum(number, flat, 2.0, number, ""))
+            drive(fabric.share(number, flat, number, ""))
+            assert torch.equal(flat, 2 * values(area, 0, 0))
+        fabric.stop()
+
+    run_jobs(1, program)
+
+
 def test_shares_cover_an_area_once() -> None:
     for area in AREAS:
         for size in (2, 3, 7):

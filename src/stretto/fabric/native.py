@@ -118,16 +118,19 @@ class NativeFabric(Fabric):
                 f"the workers of this host cannot combine through {self.name} any more, since a round has failed "
                 f"({self._broken}).\nCall distribute() again on all workers, or start the job again."
             )
+        operation = _Operation(begin, self._device)
+        if self._group.size == 1:
+            operation.start()
+            operation.check()
+            return
         try:
-            if self._group.size > 1:
-                yield self._meet(sequence, label)
-            operation = self._in_line[place] = _Operation(begin, self._device)
+            yield self._meet(sequence, label)
+            self._in_line[place] = operation
             while self._next in self._in_line:
                 self._under_way.add(self._in_line[self._next])
                 self._in_line.pop(self._next).start()
                 self._next = (self._next + 1) % (2 * len(self._areas))
-            if self._group.size > 1:
-                yield self._meet(sequence + 1, label, operation.has_ended)
+            yield self._meet(sequence + 1, label, operation.has_ended)
             operation.check()
             self._under_way.discard(operation)
         except BaseException as error:
