@@ -48,10 +48,13 @@ MOST_TIMES = 200
 
 STEPS = ["step, linear", "step, gpt", "step, small", "step, tiny"]
 REDUCTIONS = [f"all-reduce, {size}" for size in (4 << 10, 1 << 20, 32 << 20)]
+CODECS = ["Int8()", "ErrorFeedback(Sign())", "ErrorFeedback(TopK(0.01))", "ErrorFeedback(PowerSGD(4))"]
+COMPRESSED = [f"compressed, {codec}" for codec in CODECS]
 PLACES: dict[str, tuple[int, list[str], list[str]]] = {  # workers, how they are started, what they do
     "host-4": (4, ["run", "-n", "4"], STEPS + REDUCTIONS),
     "lab-4": (4, ["lab", "--hosts", "4", "--", sys.executable], STEPS + REDUCTIONS),
     "lab-4-1gbit": (4, ["lab", "--hosts", "4", "--rate", "1gbit", "--", sys.executable], STEPS[:2] + REDUCTIONS),
+    "lab-4-25mbit": (4, ["lab", "--hosts", "4", "--rate", "25mbit", "--", sys.executable], COMPRESSED),
     "alone": (1, ["run", "-n", "1"], STEPS),
 }
 

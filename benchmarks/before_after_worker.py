@@ -24,12 +24,19 @@ WARM_UP = 3
 Action = Callable[[], object]
 
 
-def a_step(model: str) -> Action:
+BUCKETS = "Buckets(bytes=4194304, first_bytes=1048576)"  # as in `compress_step.py`
+
+
+def a_compressed_step(codec: str) -> Action:
+    return a_step("gpt", f"Strategy(compress={codec}, schedule={BUCKETS})")
+
+
+def a_step(model: str, strategy: str | None = None) -> Action:
     workload = workloads()[model]
     torch.manual_seed(0)
     core = workload.model()
     optimizer = torch.optim.SGD(core.parameters(), lr=1e-3)
-    stretto.distribute(core, optimizer)
+    stretto.distribute(core, optimizer, strategy)
     torch.manual_seed(1 + stretto.rank())
     batch = workload.batch()
 
@@ -54,7 +61,12 @@ def in_pairs(num_bytes: str) -> Action:
     return lambda: stretto.all_reduce(tensor, algorithm="ring", group=pair)
 
 
-MAKERS: dict[str, Callable[[str], Action]] = {"step": a_step, "all-reduce": an_all_reduce, "pairs": in_pairs}
+MAKERS: dict[str, Callable[[str], Action]] = {
+    "step": a_step,
+    "compressed": a_compressed_step,
+    "all-reduce": an_all_reduce,
+    "pairs": in_pairs,
+}
 
 
 def main(path: str) -> None:

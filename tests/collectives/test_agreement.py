@@ -18,7 +18,8 @@ import msgspec
 import pytest
 
 from stretto.collectives.failures import FailureAgreement, HasBegun, HasEnded, HasFailed
-from stretto.collectives.messages import ROUNDS, Believes, Failed, Name
+from stretto.collectives.inquiry import ASK_S
+from stretto.collectives.messages import ROUNDS, Believes, Failed, Name, as_failed
 from stretto.collectives.request import UnderWay
 from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, WireTimeout
@@ -327,3 +328,23 @@ def test_a_member_that_hears_of_a_failure_tells_those_that_it_waits_for() -> Non
     node.here.lost[1] = PeerLost(1, "it was killed")
     actions = node.on_view(0.0, [], [1], 0)
     assert [(action.to, action.header.kind) for action in actions if isinstance(action, SendMessage)] == [(4, "FrameError")]
+
+
+def test_a_member_that_waits_for_a_mute_one_is_waited_for_longer() -> None:
+    """Otherwise members that both answer would settle alone, on what each has found, when the mute one's time is over."""
+    for answers in (True, False):
+        node = Node(2, 5, lambda rank: None)
+        node.on_message(0.0, 1, Failed(0, 0, [0, 1, 2], "PeerLost", (4, "x")), memoryview(b""))
+        node.on_timer(1.3 * ASK_S, "look")
+        assert not node._doomed  # rank 0 is mute, and rank 1 may have given it up only just now
+        if answers:
+            node.on_message(1.3 * ASK_S, 1, Failed(0, 0, [0, 1, 2], "PeerLost", (3, "x"), settled=True), memoryview(b""))
+        else:
+            node.on_timer(2.3 * ASK_S, "look")
+        (verdict,) = node._doomed.values()
+        assert verdict.arguments[0] == (3 if answers else 4)
+
+
+def test_any_text_of_an_error_can_be_told() -> None:
+    failed = as_failed((0, 0), None, StrettoError("\udcff" + 100_000 * "x"))
+    assert len(msgspec.msgpack.encode(failed)) < 70_000

@@ -93,7 +93,9 @@ class CommunicationThread:
         late = pending.ready is not None and time.monotonic() - pending.made_at > patience_s
         if late:
             what = f"what {pending.request.belief} waits for on its device did not end within {patience_s:g} s"
-            pending.finish(StrettoError(f"{what}: the device does not make progress."))
+            error = StrettoError(f"{what}: the device does not make progress.")
+            self.communicator.tell(HasFailed(pending.request, error))
+            pending.finish(error)
         return late
 
     def _fail_all(self, error: StrettoError) -> None:

@@ -21,8 +21,9 @@ ranks ("hierarchical consensus" in Guerraoui and Rodrigues, Introduction to Reli
 Members that have not begun the collective take part too: the verdict ends it when they do. So do those where it has ended. It
 costs a message or two between each two members and, one after the other, as many hops as there are members: in failures alone.
 
-What it needs: `left` means dead, messages are not lost, and a peer that lives answers within `ASK_S`. Where that does not hold (a
-cut link, a process that holds its interpreter) members may blame different ranks; all of them end nevertheless.
+What it needs: `left` means dead, messages are not lost, and a peer that lives answers within `ASK_S`, and `ASK_S` more for each
+member below it, which it may itself be waiting for. Where that does not hold (a cut link, a process that holds its interpreter)
+members may blame different ranks; all of them end nevertheless.
 
 Some collectives are *part of* a round of the whole job, although each has few members: workers of a host combine, then hosts do.
 There the loss of any worker leaves all others waiting, one for the other. So such a collective does not fail by itself: whichever
@@ -39,7 +40,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from stretto.collectives.disagreement import Disagreement
-from stretto.collectives.inquiry import Inquiry
+from stretto.collectives.inquiry import ASK_S, Inquiry
 from stretto.collectives.messages import ROUNDS, Believes, Failed, FailureMessage, Name, as_error, as_failed, is_later
 from stretto.collectives.recent import Recent
 from stretto.collectives.request import Request, UnderWay
@@ -254,6 +255,7 @@ class FailureAgreement(Machine):
     def _end(self, now: float, collective: UnderWay, verdict: Failed) -> None:
         subject = self._subjects(collective.request)[-1]
         if subject not in self._doomed:
+            collective.failing = True
             self.found(now, collective.request, as_error(verdict))  # then all of its round fails, and it with the round
             return
         verdict = self._doomed[subject]
@@ -339,7 +341,10 @@ class FailureAgreement(Machine):
     def _is_awaited(self, now: float, vote: Vote, rank: int) -> bool:
         if rank >= self.roster.rank or rank in vote.verdicts or self.is_gone(rank):
             return False
-        return not self.inquiry.is_over(now, self.inquiry.unanswered_since(vote.proposal.name, rank, vote.since))
+        # Whoever waits for a mute rank settles late. Those above must bear with it longer than it does with the mute one.
+        below = sum(other < rank and not self.is_gone(other) for other in self.members(vote.proposal))
+        since = self.inquiry.unanswered_since(vote.proposal.name, rank, vote.since)
+        return not self.inquiry.is_over(now, since + below * ASK_S)
 
     def _affected(self, failed: Failed) -> list[UnderWay]:
         return [collective for collective in self.under_way.values() if failed.name in self._subjects(collective.request)]

@@ -35,6 +35,7 @@ TOPIC_KNOCK: Final = 21
 log = logging.getLogger("stretto.collectives")
 Name = tuple[int, int]  # channel, sequence
 ROUNDS: Final = 1 << 32  # added to their channels: rounds and collectives are numbered independently of each other
+MAX_TEXT: Final = 64_000
 ERRORS: Final = (PeerLost, WireTimeout, FrameError, RankMismatch, WireError)
 KINDS: Final[dict[str, Callable[..., WireError]]] = {error.__name__: error for error in ERRORS}
 T = TypeVar("T")
@@ -120,9 +121,14 @@ def decode(source: int, body: bytes, kind: type[T]) -> T | None:
         return None
 
 
+def _short(text: str) -> str:
+    """What can be sent: an exception of anybody's may hold any text, of any length."""
+    return text.encode(errors="replace").decode()[:MAX_TEXT]
+
+
 def as_failed(name: Name, members: list[int] | None, error: StrettoError) -> Failed:
-    if type(error).__name__ not in KINDS:
-        error = WireError(str(error))
+    if type(error) is WireError or type(error).__name__ not in KINDS:
+        error = WireError(_short(str(error)))
     arguments: Any = error.__reduce__()[1]  # what the error is made again from
     return Failed(*name, members, type(error).__name__, arguments)
 

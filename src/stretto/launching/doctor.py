@@ -92,7 +92,9 @@ def machine() -> Section:
 def _memory() -> str:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with open("/proc/meminfo") as lines:
-        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    if available is None:  # some sandboxes have a short one
+        return _size(total)
     return f"{_size(total)}, {_size(available)} available"
 
 
@@ -159,7 +161,7 @@ def limits() -> Section:
         "open files (ulimit -n)": _limit(resource.RLIMIT_NOFILE),
         "locked memory (ulimit -l)": _limit(resource.RLIMIT_MEMLOCK),
     }
-    for name, path in (("shared memory", "/dev/shm"), ("temporary files", os.environ.get("TMPDIR", "/tmp"))):
+    for name, path in (("shared memory (for data loaders)", "/dev/shm"), ("temporary files", os.environ.get("TMPDIR", "/tmp"))):
         if os.path.isdir(path):
             usage = shutil.disk_usage(path)
             found[f"{name} ({path})"] = f"{_size(usage.total)}, {_size(usage.free)} free"
