@@ -13,6 +13,7 @@ from torch import nn
 from laws.strategies import EVERY_ALGORITHM, STRATEGIES
 from stretto import recipes
 from stretto.aggregate.all_reduce import AllReduce
+from stretto.aggregate.all_reduce.admission import warn_of_host_memory
 from stretto.aggregate.hierarchy import Hierarchy
 from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
@@ -149,6 +150,14 @@ def test_on_gpus_the_default_keeps_gradients_there(hosts: str, gpus: tuple[int, 
         return Strategy()._for_gpus(job) if on_gpus else Strategy()
 
     assert run_jobs(len(hosts), program, hosts=list(hosts)) == [expected] * len(hosts)
+
+
+@pytest.mark.parametrize(("hosts", "device", "warns"), [("aa", "cuda:0", True), ("ab", "cuda:0", False), ("aa", "cpu", False)])
+def test_a_model_that_came_to_a_gpu_too_late_is_warned_about(
+    hosts: str, device: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_jobs(2, lambda job: warn_of_host_memory("Net", [torch.device(device)], job), hosts=list(hosts))
+    assert ("gradients of Net lie on a GPU and go through host memory" in caplog.text) == warns
 
 
 def test_what_the_user_has_asked_for_is_done_on_gpus_too() -> None:

@@ -21,7 +21,7 @@ from stretto.collectives.group import Group
 from stretto.collectives.plan import Kind
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
 from stretto.collectives.started import Started
-from stretto.errors import ConfigurationError
+from stretto.errors import ConfigurationError, StrettoError, WireError
 from stretto.launching.detect import Launch
 from stretto.launching.introduce import farewell, find_rendezvous, introduce, local_address
 from stretto.launching.ledger_file import write_ledger
@@ -148,7 +148,17 @@ class Job:
             )
         dtype, size = dtype_name(tensor.dtype), self.world_size
         what = f"all_reduce({dtype}[{tensor.numel()}], op={op}, algorithm=native, world_size={size}){label}"
+        objection = self.native.objection(tensor, op)
+        if objection is not None:
+            self._excuse_from(what, objection)
+            raise objection
         self.native.all_reduce(tensor, op, what, lambda: self.barrier(f" before {what}"))
+
+    def _excuse_from(self, what: str, why: StrettoError) -> None:
+        """The others wait, or will, for this worker to come to that: have them told at once that it does not, and why."""
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        meeting = self.world.start(Kind.BARRIER, nothing, "dissemination", label=f" before {what}")
+        self.world.fail(meeting, WireError(f"rank {self.rank} does not take part in {what}: {why}"))
 
     @property
     def device(self) -> torch.device:

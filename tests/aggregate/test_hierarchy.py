@@ -116,6 +116,17 @@ def test_training_over_torchs_collectives_inside_hosts(
         torch.testing.assert_close(states[0][name], value)
 
 
+def test_workers_with_different_kinds_of_devices_combine_over_the_wire(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One on a GPU and one on the CPU, say: no fabric takes both, and buckets must be cut alike."""
+    monkeypatch.setattr(SynchronousHierarchy, "_kinds_of_devices", lambda self, buckets: [f"kind {self._job.rank}"])
+    expected = run_jobs(2, train, two_levels(inner="ring"), [0, 1])
+    with caplog.at_level(logging.INFO, "stretto"):
+        assert_equal_everywhere([expected[0], *run_jobs(2, train, two_levels(), [0, 1])])
+    assert "through our wire: some workers of the job have on a GPU what others have on the CPU" in caplog.text
+
+
 @pytest.mark.parametrize("fabric", ["mapped", "gloo"])
 def test_an_error_between_the_levels_on_one_worker_is_told_to_all_at_once(fabric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for that worker's share; with torch's collectives it would itself wait, for the shares to come in order."""

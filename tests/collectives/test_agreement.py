@@ -20,7 +20,7 @@ import pytest
 from stretto.collectives.failures import FailureAgreement, HasBegun, HasEnded, HasFailed
 from stretto.collectives.inquiry import ASK_S
 from stretto.collectives.messages import ROUNDS, Believes, Failed, Name, as_failed
-from stretto.collectives.request import UnderWay
+from stretto.collectives.request import OngoingCollective
 from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, WireTimeout
 from stretto.protocol.machine import Actions, HeaderReader, SendMessage
@@ -46,7 +46,7 @@ KINDS: dict[str, set[type[StrettoError]]] = {
 Verdict = tuple[type[StrettoError], int]
 
 
-class Part(UnderWay):
+class Part(OngoingCollective):
     """One member's part of a collective, which says of itself what a `Request` does."""
 
     generation = 0

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from laws.cases import BY_NAME, TOLERANCES, Case
 from laws.strategies import hosts_for
+from stretto.collectives.messages import TOPIC_BEGUN, TOPIC_KNOCK
 from stretto.distributing import distribute, engine_of
 from stretto.engine.bucket import Bucket
 from stretto.job import Job
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
+from stretto.wire.base import Wire
+from stretto.wire.frames import HEADER_BYTES
 
 _building = threading.Lock()  # torch's random state belongs to the process, and ranks are threads here
 
@@ -30,7 +33,7 @@ class Run:
 
     digests: list[str]  # of all parameters, after every step
     state: State  # at the end
-    bytes_sent: list[int]  # per step
+    bytes_sent: list[int]  # per step, without those of `count_questions`
     buckets: list[Bucket]
 
 
@@ -69,15 +72,30 @@ def train(job: Job, case: Case, strategy: Strategy, steps: int) -> Run:
     model, optimizer = distribute(model, case.optimizer(model), strategy, job=job, **case.options)
     digests, sent = [], []
     assert job.wire is not None
+    questions = count_questions(job.wire)
     for number in range(steps):
-        before = job.wire.bytes_sent
+        before = job.wire.bytes_sent - questions[0]
         case.step(model, share(case.batch(number), job.rank, job.world_size), number)
-        sent.append(job.wire.bytes_sent - before)
+        sent.append(job.wire.bytes_sent - questions[0] - before)
         optimizer.step()
         optimizer.zero_grad()
         digests.append(digest(state_of(model)))
     engine = engine_of(model)
     return Run(digests, state_of(model), sent, engine.buckets if job.world_size > 1 else [])
+
+
+def count_questions(wire: Wire) -> list[int]:
+    """Bytes from now on of asking a peer that is far behind whether it has begun, and of answering that: small collectives do not
+    announce themselves unasked."""
+    count, post = [0], wire.post
+
+    def counted(to: int, topic: int, body: bytes) -> None:
+        if topic in (TOPIC_KNOCK, TOPIC_BEGUN):
+            count[0] += HEADER_BYTES + len(body)
+        post(to, topic, body)
+
+    wire.post = counted  # type: ignore[method-assign]
+    return count
 
 
 def state_of(model: nn.Module) -> State:

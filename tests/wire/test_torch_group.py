@@ -133,6 +133,22 @@ def test_what_gloo_cannot_do_is_refused_before_anything_is_sent(tensor: torch.Te
     run(2, program)
 
 
+@pytest.mark.parametrize("odd_ranks", [(1,), (0, 1, 2)], ids=str)
+def test_a_rank_whose_call_is_refused_is_not_waited_for(odd_ranks: tuple[int, ...]) -> None:
+    def program(job: Job) -> None:
+        start = time.monotonic()
+        if job.rank in odd_ranks:
+            with pytest.raises(ConfigurationError, match="gloo has no collective for torch.int16"):
+                all_reduce(job, torch.ones(3, dtype=torch.int16))
+        else:
+            with pytest.raises(WireError, match=r"rank 1 does not take part in all_reduce\(int16.*gloo has no collective"):
+                all_reduce(job, torch.ones(3))
+        assert time.monotonic() - start < LONG_S
+        assert all_reduce(job, torch.ones(3)).eq(3).all()
+
+    run(3, program)
+
+
 def test_a_rank_that_does_not_come_to_a_native_call_is_named() -> None:
     absent = threading.Barrier(3)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from stretto.collectives.messages import Believes, Failed, Name
 from stretto.collectives.mismatch import rank_mismatch
 from stretto.collectives.recent import Recent
-from stretto.collectives.request import UnderWay
+from stretto.collectives.request import OngoingCollective
 
 if TYPE_CHECKING:
     from stretto.collectives.failures import FailureAgreement
@@ -40,7 +40,7 @@ class Disagreement:
         self._disputes.pop(name, None)
         self._early.pop(name, None)
 
-    def has_begun(self, now: float, collective: UnderWay) -> None:
+    def has_begun(self, now: float, collective: OngoingCollective) -> None:
         """Take up what was said before it began here."""
         for rank, said in self._early.pop(collective.name, {}).items():
             self.heard(now, rank, said)
@@ -57,7 +57,7 @@ class Disagreement:
         elif not machine.history.had(name):
             self._early[name] = {**self._early.get(name, {}), source: said}
 
-    def open(self, now: float, collective: UnderWay, heard: dict[int, Believes] | None = None) -> None:
+    def open(self, now: float, collective: OngoingCollective, heard: dict[int, Believes] | None = None) -> None:
         """Say what we believe, if we have not yet; and take note of what others do."""
         machine, name = self._machine, collective.name
         if name not in self._disputes:
@@ -71,7 +71,7 @@ class Disagreement:
                 said[rank] = believes
         self.try_to_conclude(now, collective)
 
-    def try_to_conclude(self, now: float, collective: UnderWay) -> None:
+    def try_to_conclude(self, now: float, collective: OngoingCollective) -> None:
         since, said = self._disputes[collective.name]
         spoken = {rank for rank, each in said.items() if each.place is not None}
         if spoken >= self._machine.others(collective.request) or self._machine.inquiry.is_over(now, since):

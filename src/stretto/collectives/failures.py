@@ -43,7 +43,7 @@ from stretto.collectives.disagreement import Disagreement
 from stretto.collectives.inquiry import ASK_S, Inquiry
 from stretto.collectives.messages import ROUNDS, Believes, Failed, FailureMessage, Name, as_error, as_failed, is_later
 from stretto.collectives.recent import Recent
-from stretto.collectives.request import Request, UnderWay
+from stretto.collectives.request import OngoingCollective, Request
 from stretto.collectives.whereabouts import Whereabouts
 from stretto.errors import PeerLost, RankMismatch, StrettoError
 from stretto.protocol.machine import Actions, Machine, Reply, SendMessage, SetTimer
@@ -56,7 +56,7 @@ Beliefs = dict[int, tuple[str, str]]
 
 
 class Roster(Protocol):
-    """Who is here, as a `Wire` says it. Only read."""
+    """The workers of the job, as its `Wire` knows them. The machine only reads it."""
 
     rank: int
     world_size: int
@@ -70,11 +70,11 @@ class Roster(Protocol):
 
 
 class HasBegun(NamedTuple):
-    collective: UnderWay
+    collective: OngoingCollective
 
 
 class HasEnded(NamedTuple):
-    collective: UnderWay
+    collective: OngoingCollective
 
 
 class HasFailed(NamedTuple):
@@ -119,7 +119,7 @@ class FailureAgreement(Machine):
         self.timeouts = timeouts
         self.world = range(roster.world_size)
         self.queued: Callable[[], Sequence[Request]] = tuple
-        self.under_way: dict[Name, UnderWay] = {}
+        self.under_way: dict[Name, OngoingCollective] = {}
         self.history = History()
         self.disagreement = Disagreement(self)
         self.inquiry = Inquiry(self, whereabouts)
@@ -195,7 +195,8 @@ class FailureAgreement(Machine):
         return self.world if request.members is None else request.members
 
     def as_told(self, members: Sequence[int] | None) -> list[int] | None:
-        return None if members is None or len(members) == len(self.world) else list(members)
+        """How a message names the members; None: all workers that the job was formed with."""
+        return None if members is None or set(members) == set(self.world) else list(members)
 
     def is_gone(self, rank: int) -> bool:
         return rank in self.roster.lost or self.roster.said_goodbye(rank)
@@ -219,7 +220,7 @@ class FailureAgreement(Machine):
 
     # -- beginning and ending -----------------------------------------------------------------------------------------
 
-    def _check_beginning(self, now: float, collective: UnderWay) -> None:
+    def _check_beginning(self, now: float, collective: OngoingCollective) -> None:
         """It may have failed elsewhere, be about to, or have lost a member; or others have said that they disagree."""
         for subject in self._subjects(collective.request) if self._doomed or self._votes else ():
             if subject in self._doomed:
@@ -252,7 +253,7 @@ class FailureAgreement(Machine):
             return next((PeerLost(rank, reason) for rank in joined), None)
         return None
 
-    def _end(self, now: float, collective: UnderWay, verdict: Failed) -> None:
+    def _end(self, now: float, collective: OngoingCollective, verdict: Failed) -> None:
         subject = self._subjects(collective.request)[-1]
         if subject not in self._doomed:
             collective.failing = True
@@ -265,7 +266,7 @@ class FailureAgreement(Machine):
         self._actions.append(Reply(collective.ticket, error=as_error(verdict)))
         self._forget(collective)
 
-    def _forget(self, collective: UnderWay | Request) -> None:
+    def _forget(self, collective: OngoingCollective | Request) -> None:
         """It has ended here. What it was is kept for a while, for peers that ask."""
         name = collective.name
         self.under_way.pop(name, None)
@@ -298,7 +299,7 @@ class FailureAgreement(Machine):
 
     def propose(self, now: float, failed: Failed) -> None:
         """Tell all members of a failure, unless they have been told of one."""
-        if failed.name not in self._votes and failed.name not in self._doomed and self._is_about_us(failed):
+        if failed.name not in self._votes and failed.name not in self._doomed:
             self.tell(self.members(failed), failed)
             self._open(now, failed)
 
@@ -341,12 +342,13 @@ class FailureAgreement(Machine):
     def _is_awaited(self, now: float, vote: Vote, rank: int) -> bool:
         if rank >= self.roster.rank or rank in vote.verdicts or self.is_gone(rank):
             return False
-        # Whoever waits for a mute rank settles late. Those above must bear with it longer than it does with the mute one.
+        # A member that waits for a mute rank settles `ASK_S` late. Members of higher rank must wait for it that much longer, or
+        # they would settle without it.
         below = sum(other < rank and not self.is_gone(other) for other in self.members(vote.proposal))
         since = self.inquiry.unanswered_since(vote.proposal.name, rank, vote.since)
         return not self.inquiry.is_over(now, since + below * ASK_S)
 
-    def _affected(self, failed: Failed) -> list[UnderWay]:
+    def _affected(self, failed: Failed) -> list[OngoingCollective]:
         return [collective for collective in self.under_way.values() if failed.name in self._subjects(collective.request)]
 
     def _carry_out(self, now: float, verdict: Failed) -> None:

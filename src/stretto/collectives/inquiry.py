@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from stretto.collectives.messages import Believes, Elsewhere, Name, ProgressQuery, ProgressReport, as_failed
-from stretto.collectives.request import Request, UnderWay
+from stretto.collectives.request import OngoingCollective, Request
 from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import RankMismatch, WireTimeout
 from stretto.launching.peers import ranks_text
@@ -84,7 +84,7 @@ class Inquiry:
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def look_at(self, now: float, run: UnderWay) -> None:
+    def look_at(self, now: float, run: OngoingCollective) -> None:
         """Called for every collective under way, a few times a second."""
         silence = self._silences.get(run.name)
         if silence is None or silence.since != run.touched_at:
@@ -97,10 +97,10 @@ class Inquiry:
         elif now - silence.since > ASK_S and not silence.probed:
             self._probe(run, silence)
 
-    def _all_have_answered(self, run: UnderWay, silence: Silence) -> bool:
+    def _all_have_answered(self, run: OngoingCollective, silence: Silence) -> bool:
         return silence.asked_at is not None and silence.answers.keys() >= self._machine.others(run.request)
 
-    def _is_due(self, now: float, run: UnderWay, silence: Silence) -> bool:
+    def _is_due(self, now: float, run: OngoingCollective, silence: Silence) -> bool:
         silent_s = now - silence.since
         if silent_s > self._timeouts.arrive_s or now - silence.warned_at > self._timeouts.warn_s:
             return True
@@ -118,14 +118,14 @@ class Inquiry:
             return next((run.request for run in self._machine.under_way.values() if run.name[0] == wait.channel), None)
         return None if wait.pending.done else wait.pending.request
 
-    def _probe(self, run: UnderWay, silence: Silence) -> None:
+    def _probe(self, run: OngoingCollective, silence: Silence) -> None:
         """Ask those we wait for what they are doing. Ranks in different collectives may each wait for a message that the other
         never sends, so that no digest meets another; among ranks that agree nobody waits in a circle, so somebody who waits for
         a rank that disagrees finds out here."""
         silence.probed = True
         self._machine.tell(run.waiting_for(), ProgressQuery(*run.name))
 
-    def _ask_everybody(self, now: float, run: UnderWay, silence: Silence) -> None:
+    def _ask_everybody(self, now: float, run: OngoingCollective, silence: Silence) -> None:
         silent_s = now - silence.since
         silence.probed = True
         silence.asked_at = now
@@ -182,7 +182,7 @@ class Inquiry:
             if self._all_have_answered(run, silence):
                 self._machine.look_in(0.0)
 
-    def _conclude(self, now: float, run: UnderWay, silence: Silence) -> None:
+    def _conclude(self, now: float, run: OngoingCollective, silence: Silence) -> None:
         silent_s = now - silence.since
         hopeless = self._hopeless(run, silence)
         culprits = self._culprits(run, silence)
@@ -204,7 +204,7 @@ class Inquiry:
         if not run.failing:
             silence.asked_at = None
 
-    def _hopeless(self, run: UnderWay, silence: Silence) -> dict[Name, list[int] | None]:
+    def _hopeless(self, run: OngoingCollective, silence: Silence) -> dict[Name, list[int] | None]:
         """The collectives that other ranks are blocked in and that, like this one, can never end (see the module's text), with
         their members."""
         needs = self._needs(run.request)
@@ -215,7 +215,7 @@ class Inquiry:
                 found |= {(other.channel, other.sequence): other.members for other in state.instead}
         return found
 
-    def _is_circle(self, run: UnderWay, other: Elsewhere) -> bool:
+    def _is_circle(self, run: OngoingCollective, other: Elsewhere) -> bool:
         """Whether `other` waits for this rank, whose threads cannot begin it before `run` has ended."""
         waits_for_us = other.needs is None or self._roster.rank in other.needs
         if not waits_for_us or self._machine.has_begun((other.channel, other.sequence)):
@@ -223,7 +223,7 @@ class Inquiry:
         ours = self._whereabouts.blocking(other.channel)
         return bool(ours) and all(self._is_blocked_in(wait, run.name) for wait in ours)
 
-    def _mismatch(self, run: UnderWay, silence: Silence) -> RankMismatch:
+    def _mismatch(self, run: OngoingCollective, silence: Silence) -> RankMismatch:
         members = sorted(self._machine.members(run.request))
         lines = [f"  {ranks}: {what}" for ranks, what in self._who_does_what(run, silence, members)]
         return RankMismatch(
@@ -233,7 +233,7 @@ class Inquiry:
             "branch on the rank, one batch less, models in another order, an exception that one rank catches."
         )
 
-    def _culprits(self, run: UnderWay, silence: Silence) -> list[int]:
+    def _culprits(self, run: OngoingCollective, silence: Silence) -> list[int]:
         """The ranks that hold the collective up: those that have not begun it. If all have, those that do not answer; if all
         answer, those that everybody waits for."""
         others, answers = sorted(self._machine.others(run.request)), silence.answers
@@ -247,7 +247,7 @@ class Inquiry:
 
     # -- in words -----------------------------------------------------------------------------------------------------
 
-    def _who_does_what(self, run: UnderWay, silence: Silence, ranks: Iterable[int]) -> list[tuple[str, str]]:
+    def _who_does_what(self, run: OngoingCollective, silence: Silence, ranks: Iterable[int]) -> list[tuple[str, str]]:
         """Ranks that do the same at the same place are named together."""
         doing: dict[str, list[int]] = {}
         for rank in ranks:
@@ -258,7 +258,7 @@ class Inquiry:
             lines = [*lines[: MOST_LINES - 1], (ranks_text(rest), "elsewhere, each at a place of its own")]
         return lines
 
-    def _doing(self, run: UnderWay, silence: Silence, rank: int) -> str:
+    def _doing(self, run: OngoingCollective, silence: Silence, rank: int) -> str:
         if rank == self._roster.rank:
             return f"{run.belief}, called at {self.place_in(run.name)}"
         state = silence.answers.get(rank)
@@ -270,7 +270,7 @@ class Inquiry:
             return " and ".join(f"{other.belief}, called at {other.place}" for other in state.instead)
         return f"in no collective, at {state.place}"
 
-    def _explained(self, run: UnderWay, silence: Silence, rank: int) -> str:
+    def _explained(self, run: OngoingCollective, silence: Silence, rank: int) -> str:
         """What the rank that is to blame at the deadline does instead, and what follows from it."""
         state = silence.answers.get(rank)
         if state is None:

@@ -82,7 +82,7 @@ class Request:
         return f"{what}, algorithm={plan.algorithm}, {among}){self.label}"
 
 
-class UnderWay:
+class OngoingCollective:
     """A collective under way on this rank, as the failure agreement sees it (`failures.py`)."""
 
     request: Request  # what it is
@@ -136,7 +136,7 @@ class Pending:
             self._tell()
 
     def _tell(self) -> None:
-        """Whoever ends it and whoever asks to be told may get here at the same time: only one finds a callback."""
+        """The thread that ends the collective and one that adds a callback may be here at once: each callback runs once."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from stretto.collectives.failures import HasFailed
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import dtype_code
-from stretto.collectives.request import ROOTED, Pending, Request, UnderWay
+from stretto.collectives.request import ROOTED, OngoingCollective, Pending, Request
 from stretto.collectives.schedule import Action, Schedule, Task, compile_encoded, compile_plan
 from stretto.errors import FrameError, MalformedPayload, WireError
 from stretto.wire.base import Consume, Handle, Tag
@@ -48,7 +48,7 @@ def _some_only_send(request: Request) -> bool:
     return plan.kind in ROOTED or (plan.kind is Kind.REDUCE_SCATTER and request.tensor.numel() < plan.size)
 
 
-class CollectiveRun(UnderWay):
+class CollectiveRun(OngoingCollective):
     """One collective in progress on this rank."""
 
     def __init__(self, communicator: Communicator, pending: Pending, now: float) -> None:

@@ -252,8 +252,8 @@ class Lab:
         processes = [self._spawn(self._check(receiver), command, self._environ, service=True)]
         try:
             self._link.wait_for(lambda: "\n" in processes[0].output or processes[0].finished, timeout_s + _READY_S)
-            if processes[0].output:
-                port = processes[0].output.split()[0]
+            port = next(iter(processes[0].output.split()), "")
+            if port.isdigit():  # otherwise it has said what went wrong
                 processes.append(self._spawn(self._check(sender), [*command, port], self._environ, service=True))
             if processes[0].wait(2 * timeout_s + 5.0) == 0:
                 return float(processes[0].output.split()[1])

@@ -44,7 +44,7 @@ class Join(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", forbid_unknown_fields=True):
-    """Who is still missing?"""
+    """Asks which workers are still missing."""
 
     rank: int
     token: str

@@ -135,7 +135,10 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         self._far.setblocking(False)
         self.listen(TOPIC_HELLO, self._on_hello)
         self.listen(TOPIC_FAREWELL, lambda source, body: self._waiting_for_farewell.discard(source))
-        # A forked child (a DataLoader's worker) would keep the connections open after this process has died: nobody would notice.
+
+    def _close_in_forks(self) -> None:
+        """A forked child (a DataLoader's worker) would keep the connections open after this process has died, and nobody would
+        notice. To be called when the wire is made in full: another thread may fork at any moment."""
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_child(this))
 

@@ -48,6 +48,7 @@ class TcpWire(TcpMeeting):
         self._parting: dict[TcpConnection, float] = {}  # to peers that are gone, and until when there may be last words
         self._unfinished: set[int] = set()  # ranks with bytes read ahead that wait for another turn
         self._looked_at = self.now()
+        self._close_in_forks()
 
     # -- what every framed wire needs from its transport --------------------------------------------------------------
 

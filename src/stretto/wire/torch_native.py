@@ -31,7 +31,7 @@ from typing import Any, Final, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from stretto.errors import ConfigurationError, PeerLost, WireError
+from stretto.errors import ConfigurationError, PeerLost, StrettoError, WireError
 from stretto.wire.base import Wire
 
 GRACE_S: Final = 2.0  # for the wire to find who is lost, after the group has failed without a name
@@ -89,33 +89,36 @@ class NativeGroup:
 
         op: "sum", "mean", "min", "max" or "product". `meet` returns when all ranks have come to do `what`.
         """
-        self._refuse(tensor, op)
+        objection = self.objection(tensor, op)
+        if objection is not None:
+            raise objection
         with self._lock:
             meet()
             if tensor.numel():
                 self._carry_out(what, tensor.detach(), op)
 
-    def _refuse(self, tensor: torch.Tensor, op: str) -> None:
-        """Raise if the backend cannot do it, before anything is sent."""
+    def objection(self, tensor: torch.Tensor, op: str) -> StrettoError | None:
+        """Why the backend cannot do it on this rank, found before anything is sent."""
         dtype = tensor.dtype
         if op not in REDUCE_OPS:
-            raise ConfigurationError(f"op={op!r} is not known. Write one of {', '.join(map(repr, REDUCE_OPS))}.")
+            return ConfigurationError(f"op={op!r} is not known. Write one of {', '.join(map(repr, REDUCE_OPS))}.")
         if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-            raise ConfigurationError(f"op='mean' of {dtype} tensors is not a {dtype}. Use op='sum', or a floating-point type.")
+            return ConfigurationError(f"op='mean' of {dtype} tensors is not a {dtype}. Use op='sum', or a floating-point type.")
         if self.backend == "nccl" and tensor.device.type != "cuda":
-            raise ConfigurationError(
+            return ConfigurationError(
                 f"a tensor on {tensor.device} cannot go through NCCL, which moves CUDA memory only.\n"
                 f"Move it with .cuda(), or use another algorithm than 'native', or the gloo backend."
             )
         if dtype.is_complex and op in ("min", "max", "product"):
-            raise ConfigurationError(f"op={op!r} of {dtype}: torch backends only sum or average complex numbers.")
+            return ConfigurationError(f"op={op!r} of {dtype}: torch backends only sum or average complex numbers.")
         if self.backend == "gloo" and dtype in GLOO_LACKS:
-            raise ConfigurationError(f"gloo has no collective for {dtype}. Use an algorithm of stretto's, or another dtype.")
+            return ConfigurationError(f"gloo has no collective for {dtype}. Use an algorithm of stretto's, or another dtype.")
         if self.broken is not None and not self._wire.lost:  # the barrier says who is lost
-            raise WireError(
+            return WireError(
                 f"the {self.backend} group is broken ({self.broken}), and the backend cannot repair one.\n"
                 f"Use another algorithm than 'native': it goes through stretto's own wire now. Or restart the job."
             )
+        return None
 
     def _carry_out(self, what: str, tensor: torch.Tensor, op: str) -> None:
         flat = tensor.contiguous()

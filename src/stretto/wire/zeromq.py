@@ -253,7 +253,10 @@ class ZeroMQWire(ZeroMQMeeting):
     def _close_in_child(self) -> None:
         """ZeroMQ keeps its descriptors to itself, so find the ones that end at our port or at a peer's."""
         addresses = {self.address, *(connection.address for connection in self._connections.values())}
-        for name in map(int, os.listdir("/proc/self/fd")):
+        names: list[str] = []
+        with contextlib.suppress(OSError):  # a sandbox may have no /proc
+            names = os.listdir("/proc/self/fd")
+        for name in map(int, names):
             with contextlib.suppress(OSError):
                 probe = socket.socket(fileno=os.dup(name))
                 ends = [probe.getsockname()]

@@ -89,6 +89,7 @@ class ZeroMQMeeting(FramedWire):
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._far.fileno(), zmq.POLLIN)
+        self._close_in_forks()
 
     def connect(self, peers: Sequence[Peer], nonce: bytes) -> None:
         mine = self._meet_everybody(peers)

@@ -50,6 +50,17 @@ def check_compression(model: nn.Module, optimizers: Sequence[Optimizer], strateg
             )
 
 
+def warn_of_host_memory(name: str, devices: Sequence[torch.device], job: Job) -> None:
+    """`Strategy.bind` had the gradients combined on GPUs if the model was there."""
+    workers_share_a_host = len({peer.host for peer in job.peers}) < job.world_size
+    if workers_share_a_host and any(device.type == "cuda" for device in devices):
+        log.warning(
+            "the gradients of %s lie on a GPU and go through host memory: when distribute() was called the model was not on a "
+            "GPU on all workers. Move it there first: model.to(stretto.device()), then stretto.distribute(model, optimizer).",
+            name,
+        )  # fmt: skip
+
+
 def warn_of_lost_gradients(model: nn.Module, compress: Compression) -> None:
     """Codecs that leave out most of a gradient train badly unless what they leave out is remembered."""
     answers = {compress.for_parameter(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()}

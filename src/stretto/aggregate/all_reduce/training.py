@@ -33,7 +33,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto.aggregate.all_reduce import AllReduce, compression_state
-from stretto.aggregate.all_reduce.admission import check_compression, check_native, check_payloads, warn_of_lost_gradients
+from stretto.aggregate.all_reduce.admission import (
+    check_compression,
+    check_native,
+    check_payloads,
+    warn_of_host_memory,
+    warn_of_lost_gradients,
+)
 from stretto.aggregate.all_reduce.bucket import INFINITE, Notes, ReducedBucket, layout_digest, make_buckets
 from stretto.aggregate.all_reduce.compression_thread import CompressionThread
 from stretto.aggregate.all_reduce.exchange import MOST, DirectExchange, ExchangeDriver, Mean, Steps, UnderWay
@@ -134,6 +140,8 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         self._sparse = sparse
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._label = f" for gradients of {self._setting.name}, layout {layout_digest(self.buckets, sparse):08x}"
+        if self._job.rank == 0 and self._group.is_world and self._algorithm == "auto" and not self._is_lossy:
+            warn_of_host_memory(self._setting.name, [bucket.flat.device for bucket in self.buckets], self._job)
         return self.buckets
 
     def _make_buckets(self, dense: Sequence[Named]) -> list[ReducedBucket]:

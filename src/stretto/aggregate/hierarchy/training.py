@@ -96,12 +96,15 @@ class SynchronousHierarchy(SynchronousAllReduce):
         self.placement = f"hosts {self._hosts.numbers}, owners {zlib.crc32(repr(sorted(self._owners.items())).encode()):08x}"
         if self.engaged and self._job.world_size > 1:
             self._broadcast(f" to arrange them{self._label}", torch.zeros(1, device="cpu"))  # all have the same, or find out
-            kinds = [bucket.flat.device.type for bucket in buckets]
+            kinds = self._kinds_of_devices(buckets)
             self._alike = all(theirs == kinds for theirs in self._job.gather_object(kinds))
             self._pieces = {bucket: self._cut(bucket) for bucket in buckets}
             self._first_area = dict(zip(buckets, accumulate([0, *map(len, self._pieces.values())]), strict=False))
             self._choose_fabric([area for pieces in self._pieces.values() for _, area in pieces])
         return buckets
+
+    def _kinds_of_devices(self, buckets: Sequence[ReducedBucket]) -> list[str]:
+        return [bucket.flat.device.type for bucket in buckets]
 
     def _choose_fabric(self, areas: Sequence[Area]) -> None:
         devices = set(devices_of(areas))
