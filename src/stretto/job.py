@@ -157,7 +157,8 @@ class Job:
     def _excuse_from(self, what: str, why: StrettoError) -> None:
         """The others wait, or will, for this worker to come to that: have them told at once that it does not, and why."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        meeting = self.world.start(Kind.BARRIER, nothing, "dissemination", label=f" before {what}")
+        # Never ready: nothing of it is sent before it fails, so that the others hear the reason and not of a different call.
+        meeting = self.world.start(Kind.BARRIER, nothing, "dissemination", label=f" before {what}", ready=lambda: False)
         self.world.fail(meeting, WireError(f"rank {self.rank} does not take part in {what}: {why}"))
 
     @property
