@@ -42,12 +42,13 @@ def _make_choices(group: Group) -> Choices:
     everybody = [msgspec.convert(one, LinkCosts) for one in calls.gather_object(group, msgspec.to_builtins(mine))]
     link = slowest(everybody)
     # All compute the same from the same numbers; the first member's word counts, should a rounding differ between machines.
-    wanted = _as_first(group, trials(size, link, segment, per_host), list[Trial])
+    wanted = as_first(group, trials(size, link, segment, per_host), list[Trial])
     tried = _try_out(group, wanted)
-    return _as_first(group, choose(size, link, segment, per_host, tried), Choices)
+    return as_first(group, choose(size, link, segment, per_host, tried), Choices)
 
 
-def _as_first(group: Group, value: T, kind: type[T]) -> T:
+def as_first(group: Group, value: T, kind: type[T]) -> T:
+    """The first member's value, on all of them."""
     return msgspec.convert(calls.gather_object(group, msgspec.to_builtins(value))[0], kind)
 
 

@@ -4,7 +4,8 @@
     backward   the gradient of a parameter is there `ready_s` after backward has begun
     network    a transfer of n bytes that has the network to itself takes `start_s + n * per_byte_s`
 
-A profile is of one model and one number of workers, and says so by a digest: another's is refused.
+A profile is of one model and one number of workers, and says so by a digest: another's is refused (`profile_file.check`).
+`recorder.py` makes profiles, `recorded_step.py` says how times are counted, and `transfer_cost.py` measures the network.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class ParameterProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModuleProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """A module that has parameters of its own, and how long its forward and its backward took, without those of its children."""
+    """A module that has parameters of its own, or reads those of modules inside it, and how long its forward and its backward
+    took, without those of its children in this profile. Activations and the loss are counted to the module before them."""
 
     name: str
     forward_s: float
@@ -41,8 +43,9 @@ class TransferCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians over a few real steps. `modules` are in the order in which forward first calls them; `update_s` is the whole
-    optimizer step."""
+    """Medians over a few real steps. `modules` are in the order in which forward first calls them, `parameters` in the order in
+    which their gradients are ready: those that never have one are the last, and ready when backward ends. `forward_s` lasts until
+    backward begins, so the loss is in it; `update_s` is the whole optimizer step."""
 
     model: str
     digest: str

@@ -12,11 +12,13 @@ additions. References: Zhang et al., "Poseidon", ATC 2017 (WFBP); Li et al., "Py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.errors import ConfigurationError
-
-MIB = 1 << 20
+from stretto.plan.profile import StepProfile
+from stretto.plan.transfers import Gradient, TransferPlan
+from stretto.schedule.readiness import MIB, fill_buckets, make_transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,18 @@ class AfterBackward:
     def waits_for_backward(self) -> bool:
         return True
 
+    @property
+    def cross_barrier(self) -> bool:
+        return False
+
+    @property
+    def needs_profile(self) -> bool:
+        return False
+
+    def plan(self, gradients: Sequence[Gradient], profile: StepProfile | None) -> TransferPlan:
+        """A profile changes nothing."""
+        return _plan(self, gradients)
+
 
 @dataclass(frozen=True, slots=True)
 class WaitFree:
@@ -51,6 +65,18 @@ class WaitFree:
     @property
     def waits_for_backward(self) -> bool:
         return False
+
+    @property
+    def cross_barrier(self) -> bool:
+        return False
+
+    @property
+    def needs_profile(self) -> bool:
+        return False
+
+    def plan(self, gradients: Sequence[Gradient], profile: StepProfile | None) -> TransferPlan:
+        """A profile changes nothing."""
+        return _plan(self, gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,5 +108,26 @@ class Buckets:
     def waits_for_backward(self) -> bool:
         return False
 
+    @property
+    def cross_barrier(self) -> bool:
+        return False
+
+    @property
+    def needs_profile(self) -> bool:
+        return False
+
+    def plan(self, gradients: Sequence[Gradient], profile: StepProfile | None) -> TransferPlan:
+        """A profile changes nothing."""
+        return _plan(self, gradients)
+
 
 Schedule = AfterBackward | WaitFree | Buckets
+
+
+def _plan(schedule: Schedule, gradients: Sequence[Gradient]) -> TransferPlan:
+    buckets = fill_buckets(gradients, schedule.first_bucket_bytes, schedule.bucket_bytes)
+    return TransferPlan(
+        schedule=repr(schedule),
+        transfers=tuple(make_transfer(bucket) for bucket in buckets),
+        early=not schedule.waits_for_backward,
+    )

@@ -1,0 +1,89 @@
+"""What a transfer costs in this job: real all-reduces of a few sizes, and a straight line through their times.
+
+`network.py` measures links, from which costs of plans are computed. Schedules need something simpler: seconds of a whole transfer
+as `start_s + num_bytes * per_byte_s`, with the algorithm that was asked for or that `auto` would choose, on host memory. For each
+size the slowest member's time counts, then the median over a few turns. There are at least two sizes, and they grow until one
+takes `LONGEST_S`, so that a slow network is not kept busy for minutes: above that bytes decide, and a straight line knows those.
+
+The line has the least sum of squares of *relative* errors. Errors of measured times are a share of them; absolute ones would let
+the longest transfer alone decide what it costs to start one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Final
+
+import torch
+
+from stretto.collectives import calls
+from stretto.collectives.group import Group
+from stretto.collectives.plan import Kind
+from stretto.plan.auto import as_first, chosen_for
+from stretto.plan.profile import TransferCost
+
+SIZES: Final = tuple(1 << k for k in (12, 16, 19, 22))  # 4 KiB to 4 MiB
+TURNS: Final = 6  # of each size; the first one warms up
+LONGEST_S: Final = 0.05
+LEAST_PER_BYTE_S: Final = 1e-12  # faster than any memory
+
+
+def transfer_cost(group: Group, what: str, algorithm: str = "auto") -> TransferCost:
+    """Measure it. All members must call it together, for one `what`, and all get the first member's result."""
+    if group.size == 1:
+        return TransferCost(start_s=0.0, per_byte_s=LEAST_PER_BYTE_S)
+    choose = chosen_for(group, what).algorithm if algorithm == "auto" else lambda num_bytes: algorithm
+    calls.start_barrier(group, f" to measure transfers for {what}").wait()
+    apart = group.to_choose()
+
+    def all_reduce(probe: torch.Tensor) -> None:
+        apart.run(Kind.ALL_REDUCE, probe, choose(probe.nbytes))
+
+    times = measured(
+        lambda: calls.start_barrier(apart).wait(), all_reduce, lambda seconds: max(calls.gather_object(apart, seconds))
+    )
+    return as_first(apart, fitted(times), TransferCost)
+
+
+def measured(
+    barrier: Callable[[], None],
+    all_reduce: Callable[[torch.Tensor], None],
+    slowest_of: Callable[[float], float],
+    now: Callable[[], float] = time.perf_counter,
+) -> list[tuple[int, float]]:
+    """Sizes and seconds. `slowest_of` is the maximum over members, so that all stop at the same size; `now` is the clock of the
+    wire."""
+    found = []
+    for num_bytes in SIZES:
+        probe = torch.zeros(num_bytes // 4, dtype=torch.float32, device="cpu")
+        turns: list[float] = []
+        while len(turns) < TURNS and (len(turns) < 2 or min(turns) < LONGEST_S):  # a single hiccup stops nothing
+            barrier()
+            begin = now()
+            all_reduce(probe)
+            turns.append(slowest_of(now() - begin))
+        found.append((num_bytes, median(turns[1:])))
+        if found[-1][1] >= LONGEST_S and len(found) > 1:
+            break
+    return found
+
+
+def fitted(times: Sequence[tuple[int, float]]) -> TransferCost:
+    """The line through (bytes, seconds) with the least relative errors among those that start at 0 or above and rise."""
+    points = [(num_bytes, max(seconds, 1e-9)) for num_bytes, seconds in times]
+    # Minimise the sum of (start/t + slope n/t - 1)^2: two linear equations for start and slope.
+    aa = sum(1 / t**2 for _, t in points)
+    ab = sum(n / t**2 for n, t in points)
+    bb = sum((n / t) ** 2 for n, t in points)
+    a, b = sum(1 / t for _, t in points), sum(n / t for n, t in points)
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-12 * aa * bb:  # one size: all of its time is taken for that of its bytes
+        return TransferCost(start_s=0.0, per_byte_s=max(b / bb, LEAST_PER_BYTE_S))
+    start, slope = (a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant
+    if slope < LEAST_PER_BYTE_S:
+        return TransferCost(start_s=a / aa, per_byte_s=LEAST_PER_BYTE_S)
+    if start < 0:
+        return TransferCost(start_s=0.0, per_byte_s=max(b / bb, LEAST_PER_BYTE_S))
+    return TransferCost(start_s=start, per_byte_s=slope)
