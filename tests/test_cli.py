@@ -25,7 +25,7 @@ def test_help_lists_every_command() -> None:
     done = stretto("--help")
 
     assert done.returncode == 0
-    for name in ("run", "doctor", "secret", "version", "lab", "bench"):
+    for name in ("run", "trace", "report", "doctor", "secret", "version", "lab", "bench"):
         assert re.search(rf"\b{name}\b", done.stdout), name
     assert "wait" not in done.stdout  # no strategy of this version lets workers go on without waiting for one another
 

@@ -121,6 +121,17 @@ def trace(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Given to `stretto run --trace DIR` before.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="DIR/report.html unless given.")] = None,
+) -> None:
+    """Say what holds a traced job back, and write a page with its timeline and figures, for any browser."""
+    from stretto.report.command import write_report
+
+    write_report(folder, output)
+
+
+@app.command()
 def doctor(json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
     """Print what to paste into a bug report: versions, devices, network, limits. Secrets are left out."""
     from stretto.launching import doctor

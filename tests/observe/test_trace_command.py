@@ -48,7 +48,7 @@ def test_a_traced_job_leaves_the_files_of_all_ranks_even_if_it_fails_and_they_be
     (tmp_path / "out" / "trace-rank7.json").write_text("of an earlier run")
     done = stretto(preloaded, "run", "-n", "2", "--trace", "out", "train.py", folder=tmp_path)
     assert done.returncode == 1 and "on purpose" in done.stderr
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"trace-rank0.json", "trace-rank1.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"plan.json", "trace-rank0.json", "trace-rank1.json"}
     for rank in range(2):
         file = json.loads((tmp_path / "out" / f"trace-rank{rank}.json").read_text())
         assert "update" in {event["name"] for event in file["traceEvents"]}

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from stretto.errors import ConfigurationError
 from stretto.observe.merge import Total, merge, missing_ranks, read, total
+from stretto.observe.quantities import size
 
 MORE_THAN_ANY_TABLE = 400
 
@@ -39,23 +40,12 @@ def _table(totals: list[Total]) -> Table:
         table.add_row(
             str(each.rank),
             f"{each.start_up_s:.2f} s",
-            _size(each.start_up_bytes),
+            size(each.start_up_bytes),
             f"{each.training_s:.2f} s",
             f"{each.computed:.0%}",
             f"{each.waited:.0%}",
-            _size(each.bytes_sent),
-            _size(each.bytes_received),
+            size(each.bytes_sent),
+            size(each.bytes_received),
             str(each.num_dropped),
         )
     return table
-
-
-def _size(num_bytes: int) -> str:
-    """Three digits and a unit: `0 B`, `1.20 KB`, `112 MB`."""
-    size = float(num_bytes)
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if size < 999.5 or unit == "TB":
-            break
-        size /= 1000
-    digits = 0 if unit == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
-    return f"{size:,.{digits}f} {unit}"

@@ -52,6 +52,10 @@ class Ledger:
         """Seconds that callers have spent waiting for collectives: communication that was not overlapped."""
         return self.waited_ns / 1e9
 
+    def sent_by(self, kind: str) -> int:
+        """Bytes sent in collectives of that kind."""
+        return sum(num_bytes for (of, _), num_bytes in list(self.sent.items()) if of == kind)
+
     def sent_to(self, peer: int) -> int:
         return sum(num_bytes for (_, to), num_bytes in self.sent.items() if to == peer)
 

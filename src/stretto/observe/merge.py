@@ -7,7 +7,6 @@ begins at 0.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import msgspec
 
 from stretto.errors import ConfigurationError
 from stretto.observe.trace import TraceEvent, TraceFile
+from stretto.observe.trace_files import read_trace, trace_paths
 
-FILE_NAME = re.compile(r"trace-rank\d+\.json")
 COMPUTE = ("compute", "update")
 
 
@@ -38,28 +37,14 @@ class Total(msgspec.Struct, frozen=True, kw_only=True):
 
 def read(folder: Path) -> list[TraceFile]:
     """All ranks' files of one run, by rank."""
-    paths = [path for path in folder.glob("trace-rank*.json") if FILE_NAME.fullmatch(path.name)]
-    if not paths:
-        raise ConfigurationError(
-            f"{folder} has no trace-rank*.json: nothing was traced into it.\n"
-            f"Write one with `stretto run --trace {folder} -n 2 train.py`; the script must call stretto.init()."
-        )
-    files = sorted((_read_one(path) for path in paths), key=lambda file: file.otherData.rank)
+    paths = trace_paths(folder)
+    files = sorted((read_trace(path) for path in paths), key=lambda file: file.otherData.rank)
     if len({(file.otherData.run, file.otherData.world_size) for file in files}) > 1:
         raise ConfigurationError(
             f"the trace files in {folder} are of different runs, so they do not belong on one time line.\n"
             f"Remove the older ones, or trace into a folder of its own: `stretto run --trace` starts with an empty one."
         )
     return files
-
-
-def _read_one(path: Path) -> TraceFile:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=TraceFile)
-    except msgspec.MsgspecError as problem:
-        raise ConfigurationError(
-            f"{path} is not a trace that stretto wrote ({problem}). Remove it, or run the job again with --trace."
-        ) from problem
 
 
 def merge(files: Sequence[TraceFile]) -> bytes:

@@ -1,11 +1,13 @@
 """What this worker did, and when: spans that Perfetto can draw.
 
     compute    forward, backward         the training thread (observe/compute.py sets the hooks, only while tracing)
+    module     inside these, each module that has parameters
     update     optimizer.step
     wait       in a collective's wait    the thread that waits
     reduce     adding what arrived       the communication thread
     send       handed to the wire .. its memory is free again       in flight: one track per peer
     receive    asked for .. arrived and added or copied
+    transfer   a bucket of gradients: handed over .. everything of it has arrived
 
 Off by default, and free when off: there is no tracer object then, and the hot paths ask `tracer is None` once per message.
 
@@ -32,7 +34,7 @@ import msgspec
 from stretto.errors import ConfigurationError
 
 DEFAULT_LIMIT: Final = 1 << 17
-IN_FLIGHT: Final = ("send", "receive")
+IN_FLIGHT: Final = ("send", "receive", "transfer")
 
 T = TypeVar("T")
 
@@ -95,18 +97,20 @@ class Tracer:
         name: str,
         begin_ns: int,
         *,
+        end_ns: int | None = None,
         num_bytes: int = 0,
         peer: int = -1,
         collective: str = "",
         thread: int | None = None,
     ) -> None:
-        """Note what began at `begin_ns` and ends now."""
+        """Note what began at `begin_ns` and has ended at `end_ns`, or ends now."""
         if thread is None:
             thread = threading.get_ident()
         if thread not in self.threads:
             self.threads[thread] = threading.current_thread().name
         self.num_recorded += 1
-        self._kept.append(Span(category, name, thread, begin_ns, self.now(), num_bytes, peer, collective))
+        end = self.now() if end_ns is None else end_ns
+        self._kept.append(Span(category, name, thread, begin_ns, end, num_bytes, peer, collective))
 
     def watch(self, category: str, peer: int, num_bytes: int, collective: str, then: Callable[[T], None]) -> Callable[[T], None]:
         """`then`, noting that something was in flight from now until it is called."""
@@ -202,6 +206,8 @@ def _fits(span: Span, stack: list[Span], nesting: bool) -> bool:
 
 
 def _track(span: Span, threads: dict[int, str]) -> str:
+    if span.category == "transfer":
+        return "transfers"
     return span.name if span.category in IN_FLIGHT else f"{threads[span.thread]} [{span.thread & 0xFFFF:04x}]"
 
 
