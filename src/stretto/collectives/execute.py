@@ -36,6 +36,7 @@ from stretto.collectives.reduction import Accumulator
 from stretto.collectives.request import Pending, Request
 from stretto.collectives.run import CollectiveRun
 from stretto.collectives.schedule import Schedule
+from stretto.collectives.urgency import SendQueue
 from stretto.collectives.whereabouts import Whereabouts
 from stretto.errors import StrettoError, WireError
 from stretto.observe.ledger import Ledger
@@ -75,6 +76,7 @@ class Communicator:
         self._knocks: dict[Name, set[int]] = {}
         self._unasked: Counter[int] = Counter()  # rank -> bytes on their way to it, of collectives that it has not begun yet
         self._work: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self.queue = SendQueue()
         self._timers: Timers[str] = Timers()
         reader = HeaderReader(self.failures)
         wire.listen(TOPIC_BEGUN, self._on_begun)
@@ -140,6 +142,8 @@ class Communicator:
         name = pending.request.name
         run = CollectiveRun(self, pending, self.wire.now())
         self.runs[name] = run
+        if run.request.urgency is not None:
+            self.wire.keep_queues_short()
         self.tell(HasBegun(run))
         begun, knocks = self._begun.pop(name, {}), self._knocks.pop(name, set())
         if run.failing or pending.done:
@@ -224,6 +228,7 @@ class Communicator:
             self.tell(HasEnded(run))
             if run.schedule.needs_work_buffer:
                 self._give_back(run.accumulators[Buffer.WORK].flat)
+        self.queue.forget(run)
         run.pending.finish(error)
 
     def buffers_for(self, request: Request, schedule: Schedule) -> list[Accumulator]:

@@ -31,6 +31,7 @@ from stretto.collectives.plan import Kind
 from stretto.collectives.reduction import dtype_code
 from stretto.collectives.request import DEFAULT_SEGMENT_BYTES, Pending, Request
 from stretto.collectives.started import Started
+from stretto.collectives.urgency import Urgency
 from stretto.errors import ConfigurationError, StrettoError
 from stretto.launching.peers import ranks_text
 
@@ -152,6 +153,7 @@ class Group:
         label: str = "",
         message_codec: MessageCodec | None = None,
         part_of: Name | None = None,
+        urgency: Urgency | None = None,
     ) -> Pending:
         """Begin a collective on flat host memory; it must not be touched until the result is waited for.
 
@@ -161,6 +163,7 @@ class Group:
         `ready` says when the memory holds what is to be sent, if it does not yet (a copy from a GPU is under way).
         `part_of`: the round of the whole job that it belongs to, and fails with (`failures.py`).
         `message_codec` encodes every message of an all-reduce (`stretto.collectives.message_codec`).
+        `urgency`: which messages go first where several collectives have some to send (`stretto.collectives.urgency`).
         """
         plan = catalogue.plan(kind, algorithm, self.rank, self.size, root=root, group=self.workers_per_host)
         communication = self._communication()
@@ -169,7 +172,7 @@ class Group:
         members = None if self.is_world else self.ranks
         request = Request(
             plan, flat, op, *name, segment, label, message_codec, members, self._among, self.generation,
-            part_of or self.part_of,
+            part_of or self.part_of, urgency,
         )  # fmt: skip
         return communication.start(request, ready)
 

@@ -15,6 +15,7 @@ from stretto.collectives.messages import Name
 from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
 from stretto.collectives.schedule import check_length
+from stretto.collectives.urgency import Urgency
 from stretto.errors import ConfigurationError, StrettoError
 
 DEFAULT_SEGMENT_BYTES: Final = 2 << 20
@@ -37,6 +38,7 @@ class Request:
     among: str = ""  # the members in words, where they are not all of the job
     generation: int = 0  # the last one in which a member had joined when the group was made
     part_of: Name | None = None  # a round of the whole job, (channel, number), that fails as a whole: see `failures.py`
+    urgency: Urgency | None = None  # when its messages go, among those of other collectives; each rank's own affair
 
     def __post_init__(self) -> None:
         """Refuse what cannot work in the caller's thread, before anything is sent."""

@@ -71,6 +71,7 @@ class CollectiveRun(OngoingCollective):
         self.held: dict[int, list[int]] = {}  # sends that wait for their receiver to begin
         self.opened: set[int] = set()  # receivers that have said that they have begun
         self.unasked: Counter[int] = Counter()  # bytes sent to receivers that have not
+        self.credit_taken: Counter[int] = Counter()  # bytes on their way, of those that `SendQueue` counts
         self.unusable: Exception | None = None  # why what arrived could not be taken in
         self.accumulators = communicator.buffers_for(request, self.schedule)
 
@@ -107,11 +108,18 @@ class CollectiveRun(OngoingCollective):
         accumulator = self.accumulators[task.buffer]
         view = accumulator.bytes_of(task.start, task.stop)
         tag = Tag(*self.name, task.index, self.digest)
-        on_done: OnDone = partial(self._on_done, number)
+        urgency = self.request.urgency
+        if urgency is None:
+            self._hand_over(view, task.peer, tag, partial(self._on_done, number))
+        else:
+            hand_over = partial(self._hand_over, view, task.peer, tag)
+            self.communicator.queue.submit(self, task.peer, urgency, view.nbytes, hand_over, partial(self._on_done, number))
+
+    def _hand_over(self, view: memoryview, to: int, tag: Tag, on_done: OnDone) -> None:
         tracer = self.communicator.tracer
         if tracer is not None:
-            on_done = tracer.watch("send", task.peer, view.nbytes, self.belief, on_done)
-        self.communicator.wire.send(view, task.peer, tag, self.code, on_done)
+            on_done = tracer.watch("send", to, view.nbytes, self.belief, on_done)
+        self.communicator.wire.send(view, to, tag, self.code, on_done)
 
     def _receive(self, number: int, task: Task) -> None:
         accumulator = self.accumulators[task.buffer]

@@ -188,6 +188,10 @@ class Wire(ABC):
         """Whether a lost peer left in order (a clean exit), after sending all that it had to send."""
         return False
 
+    def keep_queues_short(self) -> None:  # noqa: B027
+        """From now on what was handed over should leave soon, even if that takes more system calls: somebody decides message by
+        message which is the most urgent. A wire that keeps none, or cannot choose, need not do anything."""
+
     @abstractmethod
     def cancel(self, channel: int, sequence: int) -> None:
         """Forget every handle and parked message of one collective (it failed): nothing of it touches memory any more."""

@@ -6,6 +6,7 @@ tensor of its receive, or a buffer that is used again for every payload that is 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import socket
 import threading
@@ -20,6 +21,7 @@ from stretto.wire.mailbox import PostedReceive
 
 READ_AHEAD_BYTES: Final = 64 << 10
 MAX_GATHER: Final = 16
+UNSENT_BYTES: Final = 128 << 10  # in the kernel, where the order must not be settled long before something leaves
 
 
 class FramePart(enum.Enum):
@@ -68,6 +70,12 @@ class TcpConnection(Connection):
         self.target = memoryview(b"")
         self.filled = 0
         self.staging = memoryview(bytearray(0))
+
+    def keep_queue_short(self) -> None:
+        """Have the kernel take no more than it can send soon. By itself it takes megabytes, which on a slow link is seconds in
+        which nothing more urgent can overtake."""
+        with contextlib.suppress(OSError):  # a connection that has just broken
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
     def write_some(self) -> list[Handle]:
         """One system call; returns the transfers it ended. Raises BlockingIOError when the kernel takes no more."""

@@ -39,6 +39,7 @@ class TcpMeeting(FramedWire):
         self._connections: dict[int, TcpConnection] = {}
         self._by_descriptor: dict[int, TcpConnection] = {}
         self._poller = select.poll()
+        self._queues_are_short = False
         self._newcomers: dict[Life, socket.socket] = {}  # who has proved to know the secret, and waits to be admitted
 
     def connect(self, peers: Sequence[Peer], nonce: bytes) -> None:
@@ -96,9 +97,18 @@ class TcpMeeting(FramedWire):
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         adopted = TcpConnection(peer, mine, connection, self.now(), shared_memory=self._sharing.wanted)
+        if self._queues_are_short:
+            adopted.keep_queue_short()
         self._connections[peer.rank] = adopted
         self._by_descriptor[adopted.descriptor] = adopted
         self._poller.register(adopted.descriptor, select.POLLIN)
+
+    def keep_queues_short(self) -> None:
+        if not self._queues_are_short:
+            self._queues_are_short = True
+            for connection in self._connections.values():
+                if not connection.closed:
+                    connection.keep_queue_short()
 
     def _greet(self, peers: Sequence[Peer], mine: Peer, secret: bytes, deadline: float) -> None:
         """Exchange greetings with everybody, and give a pulse to those that cannot be looked up in /proc."""
