@@ -12,14 +12,14 @@ import stretto
 from stretto.compress.catalogue import COMPRESSIONS
 
 NAMES = sorted([
-    "AfterBackward", "AllReduce", "BackwardFailed", "Buckets", "CheckpointError", "ConfigurationError", "FrameError",
-    "Group", "Hierarchy", "JobError", "LAMB", "LARS", "LinearWarmUp", "MalformedPayload", "NonFiniteGradient", "PeerLost",
-    "RankMismatch", "RendezvousError", "Replicated", "Resumed", "Sampler", "SecretError", "Started", "Strategy",
-    "StrettoError", "SyncBatchNorm", "Synchronous", "Timeouts", "UnreachableError", "WaitFree", "WireError",
-    "WireTimeout", "WorkerFailed", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "current_job",
+    "AfterBackward", "AllReduce", "BackwardFailed", "Buckets", "Caramel", "CheckpointError", "ConfigurationError", "FrameError",
+    "Group", "Hierarchy", "JobError", "LAMB", "LARS", "LinearWarmUp", "MalformedPayload", "Merged", "NonFiniteGradient",
+    "PeerLost", "Priority", "RankMismatch", "RendezvousError", "Replicated", "Resumed", "Sampler", "SecretError", "Started",
+    "Strategy", "StrettoError", "SyncBatchNorm", "Synchronous", "Tac", "Tic", "Timeouts", "UnreachableError", "WaitFree",
+    "WireError", "WireTimeout", "WorkerFailed", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "current_job",
     "device", "distribute", "gather", "gather_object", "group", "init", "is_initialized", "join", "launch", "load",
     "local_rank", "main_first", "no_sync", "parse", "print", "rank", "recipes", "recv", "reduce", "reduce_scatter",
-    "release", "save", "scatter", "send", "shutdown", "split", "start_all_gather", "start_all_reduce",
+    "release", "save", "save_profile", "scatter", "send", "shutdown", "split", "start_all_gather", "start_all_reduce",
     "start_all_to_all", "start_barrier", "start_broadcast", "start_gather", "start_recv", "start_reduce",
     "start_reduce_scatter", "start_scatter", "start_send", "synchronize", "weight", "world", "world_size",
     *COMPRESSIONS,

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from stretto.distributing import join as join
     from stretto.distributing import no_sync as no_sync
     from stretto.distributing import release as release
+    from stretto.distributing import save_profile as save_profile
     from stretto.distributing import synchronize as synchronize
     from stretto.distributing import weight as weight
     from stretto.errors import *  # noqa: F403
@@ -63,9 +64,14 @@ if TYPE_CHECKING:
     from stretto.optim.linear_warmup import LinearWarmUp as LinearWarmUp
     from stretto.parsing import parse as parse
     from stretto.sampler import Sampler as Sampler
+    from stretto.schedule.caramel import Caramel as Caramel
+    from stretto.schedule.merged import Merged as Merged
     from stretto.schedule.orders import AfterBackward as AfterBackward
     from stretto.schedule.orders import Buckets as Buckets
     from stretto.schedule.orders import WaitFree as WaitFree
+    from stretto.schedule.priority import Priority as Priority
+    from stretto.schedule.tictac import Tac as Tac
+    from stretto.schedule.tictac import Tic as Tic
     from stretto.shard.replicated import Replicated as Replicated
     from stretto.strategy import Strategy as Strategy
     from stretto.sync.synchronous import Synchronous as Synchronous
@@ -90,7 +96,7 @@ _HOME = {
     "stretto.collectives.group": ("Group",),
     "stretto.collectives.started": ("Started",),
     **{f"stretto.compress.{module}": (name,) for name, module in COMPRESSIONS.items()},
-    "stretto.distributing": ("distribute", "join", "no_sync", "release", "synchronize", "weight"),
+    "stretto.distributing": ("distribute", "join", "no_sync", "release", "save_profile", "synchronize", "weight"),
     "stretto.errors": (
         "BackwardFailed", "CheckpointError", "ConfigurationError", "FrameError", "JobError", "MalformedPayload",
         "NonFiniteGradient", "PeerLost", "RankMismatch", "RendezvousError", "SecretError", "StrettoError", "UnreachableError",
@@ -102,7 +108,11 @@ _HOME = {
     "stretto.optim.linear_warmup": ("LinearWarmUp",),
     "stretto.parsing": ("parse",),
     "stretto.sampler": ("Sampler",),
+    "stretto.schedule.caramel": ("Caramel",),
+    "stretto.schedule.merged": ("Merged",),
     "stretto.schedule.orders": ("AfterBackward", "Buckets", "WaitFree"),
+    "stretto.schedule.priority": ("Priority",),
+    "stretto.schedule.tictac": ("Tac", "Tic"),
     "stretto.shard.replicated": ("Replicated",),
     "stretto.strategy": ("Strategy",),
     "stretto.sync_batch_norm": ("SyncBatchNorm",),

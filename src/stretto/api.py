@@ -8,6 +8,7 @@ move tensors it needs a job of its own.
 from __future__ import annotations
 
 import builtins
+import logging
 import os
 import sys
 import threading
@@ -19,7 +20,7 @@ from typing import Literal, TextIO
 
 import torch
 
-from stretto.errors import ConfigurationError
+from stretto.errors import ConfigurationError, StrettoError
 from stretto.job import Job, WireName, check_wire, join
 from stretto.launching.detect import detect_here
 from stretto.observe.termination import before_termination
@@ -31,6 +32,8 @@ Algorithm = Literal[
 ]  # fmt: skip
 
 _job: ContextVar[Job | None] = ContextVar("stretto_job", default=None)
+
+log = logging.getLogger("stretto")
 
 
 class _ThisProcess:
@@ -107,7 +110,20 @@ def _join_anew(timeouts: Timeouts | None, wire: WireName) -> Job:
 
 def _leave_at_exit(job: Job) -> None:
     """A program that ends in order says goodbye; one that ends with an exception is lost, and its peers are told at once."""
-    job.close(goodbye=getattr(sys, "last_value", None) is None)
+    clean = getattr(sys, "last_value", None) is None
+    if clean:
+        try:
+            _settle(job)
+        except StrettoError as problem:
+            log.error("rank %d: what its last step had left under way did not arrive: %s", job.rank, problem)
+    job.close(goodbye=clean)
+
+
+def _settle(job: Job) -> None:
+    """Wait for what the last step has left under way: others may need it from this worker too."""
+    if not job.closed and job.is_here:
+        for engine in list(job.engines):
+            engine.settle()
 
 
 def shutdown() -> None:
@@ -115,7 +131,10 @@ def shutdown() -> None:
     job = _find_job()
     if job is None:
         return
-    job.close(goodbye=sys.exc_info()[0] is None)  # called while an exception is on its way, this is no clean exit
+    clean = sys.exc_info()[0] is None  # called while an exception is on its way, this is no clean exit
+    if clean:
+        _settle(job)
+    job.close(goodbye=clean)
     if job.at_exit is not None:
         job.at_exit.cancel()
     if job is _process.job:

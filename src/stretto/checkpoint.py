@@ -132,6 +132,7 @@ def load(
     `CheckpointError` on all workers, and nothing has been changed then.
     """
     engine, what = _engine(model, optimizer, job), f"load({str(path)!r})"
+    engine.settle_or_forget()
     with _received(engine.job, Path(path), what) as copy:
         content = _all_succeed(engine.job, what, lambda: _checked(copy, engine, sampler))
     resumed = _all_succeed(engine.job, what, lambda: _apply(content, engine, sampler))

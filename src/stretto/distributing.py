@@ -6,14 +6,17 @@ references held elsewhere stay valid. In a job of one without compression the mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from stretto.aggregate.all_reduce.planning import ROUNDS_TO_WATCH
 from stretto.api import current_job
 from stretto.engine.admission import check, check_model, check_world, unwrapped, wrappings
 from stretto.engine.agreement import admit, agree
@@ -21,11 +24,14 @@ from stretto.engine.engine import Engine
 from stretto.engine.optimizer_state_entry import keep_with
 from stretto.engine.state import copy_model, copy_optimizer, copy_scaler, share_optimizer
 from stretto.engine.stepping import decides_by_loss
+from stretto.engine.use_hooks import with_parameters
 from stretto.errors import ConfigurationError
 from stretto.job import Job
 from stretto.observe.compute import trace_compute
 from stretto.parsing import parse
-from stretto.plain_state import look_as_before, look_plain
+from stretto.plain_state import convert_after, look_as_before, look_plain
+from stretto.plan import profile_file
+from stretto.plan.profile import StepProfile
 from stretto.strategy import Strategy
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,6 +48,7 @@ def distribute(
     check_finite: bool = False,
     buffers: Buffers = "broadcast",
     scaler: torch.amp.GradScaler | None = None,
+    profile: str | Path | None = None,
     job: Job | None = None,
 ) -> tuple[M, O]:
     """Train `model` data-parallel from here on. Returns the same two objects.
@@ -52,7 +59,8 @@ def distribute(
     else `Strategy()`. `buffers`: "broadcast" gives every worker rank 0's buffers (the statistics of BatchNorm) before each
     forward in training, "local" leaves them alone. `check_finite=True` raises `NonFiniteGradient`, naming rank and parameter, on
     all workers. `scaler`: the `GradScaler` of the loop, if there is one and `compress=` is lossy: what is left over from a step
-    must not carry its scale.
+    must not carry its scale. `profile`: a file that `save_profile` has written, for a `schedule=` that plans by measured times:
+    only rank 0 reads it, and no step has to be watched again.
 
     Called again with the same model, another optimizer or strategy takes the place of the first; what the compression remembers
     is kept if it is the same one. `stretto.release` gives the plain model back. Otherwise it lasts as long as somebody holds the
@@ -62,7 +70,7 @@ def distribute(
     job = job or current_job()
     job.check_usable()
     strategy = job.launch.strategy if strategy is None else strategy
-    chosen, problem = Strategy(), None
+    chosen, problem, loaded = Strategy(), None, None
     optimizers = as_tuple(optimizer)
     try:
         chosen = parse(strategy) if isinstance(strategy, str) else strategy or chosen
@@ -75,11 +83,17 @@ def distribute(
         chosen.training.check(unwrapped(model), optimizers, chosen, job)
         if job.world_size > 1:
             check_world(model)
+        if check_finite and chosen.schedule.cross_barrier:
+            raise ConfigurationError(
+                f"check_finite=True with schedule={chosen.schedule!r}: the check is about all gradients of a step, before any "
+                f"parameter is updated, and here each is updated when its own has come.\nLeave one of them out."
+            )
+        loaded = _load_profile(profile, unwrapped(model), chosen, job)
     except ConfigurationError as refused:
         problem = refused
     admit(job, problem)
     if job.world_size > 1:
-        options = {"check_finite": check_finite, "buffers": buffers, "scaler": scaler is not None}
+        options = {"check_finite": check_finite, "buffers": buffers, "scaler": scaler is not None, "profile": profile is not None}
         agree(job, unwrapped(model), optimizers, chosen, options)
         copy_model(job, model)
         for each in optimizers:
@@ -88,7 +102,14 @@ def distribute(
     if former is not None:
         release(model)
     engine = Engine(
-        model, optimizers, chosen, job, check_finite=check_finite, broadcast_buffers=buffers == "broadcast", scaler=scaler
+        model,
+        optimizers,
+        chosen,
+        job,
+        check_finite=check_finite,
+        broadcast_buffers=buffers == "broadcast",
+        scaler=scaler,
+        profile=None if profile is None else [loaded],
     )
     _attach(engine)
     if former is not None and former.job is job:
@@ -99,17 +120,69 @@ def distribute(
     return model, optimizer
 
 
+def _load_profile(path: str | Path | None, model: nn.Module, strategy: Strategy, job: Job) -> StepProfile | None:
+    """On rank 0, which tells the others."""
+    if path is None:
+        return None
+    if not strategy.schedule.needs_profile:
+        raise ConfigurationError(
+            f"distribute(profile={str(path)!r}) with schedule={strategy.schedule!r}, which plans nothing by measured times.\n"
+            f"Leave profile= out, or write for instance schedule=Priority()."
+        )
+    if job.rank != 0:
+        return None
+    loaded = profile_file.load(path)
+    profile_file.check(loaded, model, job.world_size)
+    return loaded
+
+
+def save_profile(model: nn.Module, path: str | Path) -> None:
+    """Write down how the steps of a distributed model were measured, for `distribute(..., profile=path)` in a later run.
+
+    Rank 0 writes; on other workers it does nothing. There is a profile once a schedule that needs one has watched a few steps.
+    """
+    engine = engine_of(model)
+    profile = engine.training.profile
+    if profile is None:
+        raise ConfigurationError(
+            f"save_profile({str(path)!r}): no step of this {type(engine.model).__name__} has been measured: its schedule is "
+            f"{engine.strategy.schedule!r}, on {engine.job.world_size} workers, after {engine.rounds} rounds.\n"
+            f"Train {ROUNDS_TO_WATCH} steps with a schedule that plans by a profile, such as schedule=Priority(), on two or more "
+            f"workers."
+        )
+    if engine.job.rank == 0:
+        profile_file.save(profile, path)
+
+
 def _attach(engine: Engine) -> None:
     """What the model and its optimizers carry from now on. `release` takes it off again."""
-    job, model = engine.job, engine.called
+    job, model, settle = engine.job, engine.called, _settling(engine)
     if job.tracer is not None:
-        engine.attached += trace_compute(job.tracer, model, engine.loop.optimizers)
+        engine.attached += trace_compute(job.tracer, model, engine.loop.optimizers, engine.model)
     if engine.training.state_text is not None and not engine.training.placement:
         engine.attached += keep_with(engine.loop.optimizers[0], engine)
     job.engines.add(engine)
     for each in wrappings(model):
         object.__setattr__(each, ATTRIBUTE, engine)
-        look_plain(each, ATTRIBUTE)
+        look_plain(each, ATTRIBUTE, before=settle)
+    if engine.training.waits_before_use:
+        for each in with_parameters(engine.model):
+            if ATTRIBUTE not in each.__dict__:
+                look_plain(each, before=settle)
+            convert_after(each, settle)
+    for optimizer in engine.loop.optimizers:
+        optimizer.synchronize = engine.settle  # type: ignore[attr-defined]
+
+
+def _settling(engine: Engine) -> Callable[[], None]:
+    """`engine.settle`, for modules that may be kept when the model and the engine are gone."""
+    reference = weakref.ref(engine)
+
+    def settle() -> None:
+        if (alive := reference()) is not None:
+            alive.settle()
+
+    return settle
 
 
 def release(model: M) -> M:
@@ -120,10 +193,16 @@ def release(model: M) -> M:
     """
     engine = find_engine(model)
     if engine is not None:
+        if not engine.job.closed:
+            engine.settle_or_forget()
         engine.close()
         engine.job.engines.discard(engine)
+        for optimizer in engine.loop.optimizers:
+            optimizer.__dict__.pop("synchronize", None)
         for each in wrappings(engine.called):
             each.__dict__.pop(ATTRIBUTE, None)
+            look_as_before(each)
+        for each in engine.model.modules():
             look_as_before(each)
     return model
 
@@ -164,6 +243,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def synchronize(model: nn.Module) -> None:
     """Combine now what backward passes under `no_sync` have accumulated. All workers call it, before the step.
+
+    With `cross_barrier=True` it also waits until every parameter is up to date, for programs that are about to read weights
+    without calling the model.
 
     A worker that has accumulated nothing counts with weight 0 and gets the mean of the others; if nobody has, nothing happens.
 

@@ -18,31 +18,35 @@ from typing import Any
 from torch import nn
 
 GETSTATE = "__getstate__"
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+APPLY = "_apply"
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 _ABOUT_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
-def look_plain(model: nn.Module, *ours: str) -> None:
-    """From now on copies of the model have neither our hooks nor the attributes named `ours`."""
-    object.__setattr__(model, GETSTATE, _PlainState(model, (*ours, GETSTATE)))
+def look_plain(model: nn.Module, *ours: str, before: Callable[[], None]) -> None:
+    """From now on copies of the model have neither our hooks nor the attributes named `ours`; `before` is called before one is
+    made."""
+    object.__setattr__(model, GETSTATE, _PlainState(model, (*ours, GETSTATE), before))
 
 
 class _PlainState:
     """The entry `__getstate__` of one model."""
 
-    def __init__(self, model: nn.Module, ours: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, ours: tuple[str, ...], before: Callable[[], None]) -> None:
         self._model = weakref.ref(model)
         self._ours = ours
+        self._before = before
 
     def __call__(self) -> Any:
         model = self._model()
         assert model is not None, "only the model itself leads here"
+        self._before()
         return _without_ours(type(model).__getstate__(model), self._ours)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PlainState:
         model = self._model()
         assert model is not None, "it is copied with the model"
-        return _PlainState(memo.get(id(model), model), self._ours)
+        return _PlainState(memo.get(id(model), model), self._ours, _do_nothing)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # torch.fx makes a new module from its pickle and takes only what that does not have
@@ -67,12 +71,35 @@ def _do_nothing(*_: Any) -> None:
 
 def look_as_before(model: nn.Module) -> None:
     model.__dict__.pop(GETSTATE, None)
+    model.__dict__.pop(APPLY, None)
+
+
+def convert_after(module: nn.Module, before: Callable[[], None]) -> None:
+    """Have `before` called before `to`, `half`, `float` and the like change the module's parameters."""
+    object.__setattr__(module, APPLY, _Conversion(module, before))
+
+
+class _Conversion:
+    """The entry `_apply` of one module."""
+
+    def __init__(self, module: nn.Module, before: Callable[[], None]) -> None:
+        self._module = weakref.ref(module)
+        self._before = before
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        module = self._module()
+        assert module is not None, "only the module itself leads here"
+        self._before()
+        return type(module)._apply(module, *arguments, **options)  # type: ignore[no-untyped-call]
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def _without_ours(state: Any, ours: tuple[str, ...]) -> Any:
     if not isinstance(state, dict):  # the class has an idea of its own
         return state
-    plain = {name: value for name, value in state.items() if name not in ours}
+    plain = {name: value for name, value in state.items() if name not in (*ours, APPLY)}
     removed: set[int] = set()
     for name in _HOOKS:
         kept = OrderedDict((number, hook) for number, hook in plain.get(name, {}).items() if not _is_ours(hook))

@@ -18,7 +18,11 @@ from stretto.compress.qsgd import QSGD
 from stretto.compress.sign import Sign
 from stretto.compress.tern_grad import TernGrad
 from stretto.compress.warm_up import WarmUp
+from stretto.schedule.caramel import Caramel
+from stretto.schedule.merged import Merged
 from stretto.schedule.orders import AfterBackward, Buckets
+from stretto.schedule.priority import Priority
+from stretto.schedule.tictac import Tac
 from stretto.strategy import Strategy
 
 
@@ -46,6 +50,48 @@ def horovod(*, fusion_bytes: int = 128 * 1024 * 1024) -> Strategy:
     registration, where Horovod fuses whatever became ready within a cycle (1 ms) on all ranks.
     """
     return Strategy(aggregate=AllReduce("ring"), schedule=Buckets(bytes=fusion_bytes, first_bytes=fusion_bytes))
+
+
+def mg_wfbp() -> Strategy:
+    """MG-WFBP: gradients merged so that the last transfer ends first, by measured times.
+
+    Reference: Shi, Chu and Li, INFOCOM 2019. Departs from it: the best merge plan, where the paper's rule is not always the best.
+    """
+    return Strategy(schedule=Merged())
+
+
+def p3(*, slice_bytes: int = 200_000) -> Strategy:
+    """P3: gradients in slices, those that the next forward needs first go first and run under it.
+
+    Reference: Jayarajan et al., MLSys 2019; slices of 50,000 parameters, one at a time. Departs from it: all-reduce instead of a
+    parameter server.
+    """
+    return Strategy(schedule=Priority(partition=slice_bytes, credit=slice_bytes))
+
+
+def bytescheduler(*, partition_bytes: int | None = None, credit_bytes: int | None = None) -> Strategy:
+    """ByteScheduler: parts by priority, with a credit, across the iteration barrier.
+
+    Reference: Peng et al., SOSP 2019. Departs from it: partition and credit are computed from measured times, where they are not
+    given, instead of searched for while training.
+    """
+    return Strategy(schedule=Priority(partition=partition_bytes, credit=credit_bytes))
+
+
+def tictac() -> Strategy:
+    """TicTac: transfers in the order that lets the next forward run, by measured times (TAC).
+
+    Reference: Hashemi, Jyothi and Campbell, MLSys 2019. Departs from it: all-reduces are ordered, not pulls from a server.
+    """
+    return Strategy(schedule=Tac())
+
+
+def caramel() -> Strategy:
+    """Caramel: updates postponed into the next forward, small gradients batched, large ones in parts.
+
+    Reference: Hashemi et al., arXiv:2004.14020. Departs from it: eager autograd keeps its order of computation.
+    """
+    return Strategy(schedule=Caramel())
 
 
 def power_sgd(*, rank: int = 4, warm_up: int = 0) -> Strategy:
@@ -111,5 +157,8 @@ def _after(rounds: int, compression: Compression) -> Compression:
 
 def by_name() -> dict[str, Callable[..., Strategy]]:
     """Every recipe of this module."""
-    every = (ddp, data_parallel, horovod, power_sgd, dgc, one_bit_adam, qsgd, terngrad, signsgd_vote, demo)
+    every = (
+        ddp, data_parallel, horovod, mg_wfbp, p3, bytescheduler, tictac, caramel, power_sgd, dgc, one_bit_adam, qsgd, terngrad,
+        signsgd_vote, demo,
+    )  # fmt: skip
     return {recipe.__name__: recipe for recipe in every}

@@ -3,7 +3,8 @@
     aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer)
     sync        when?                                        Synchronous()
     compress    how is it written on the wire?               NoCompression(), Float16(), Int8(), ErrorFeedback(Sign()), ...
-    schedule    in which order, and over what?               AfterBackward(), WaitFree(), Buckets(bytes)
+    schedule    in which order, and over what?               AfterBackward(), WaitFree(), Buckets(bytes), Merged(), Tic(), Tac(),
+                                                             Priority(partition, credit), Caramel()
     shard       where does model state live?                 Replicated()
 
 A strategy is frozen, hashable and printable; it is the configuration. `repr` reads back with `parse`, which knows the
@@ -28,15 +29,20 @@ from stretto.compress.none import NoCompression
 from stretto.engine.training import Setting, Training
 from stretto.errors import ConfigurationError
 from stretto.job import Job
-from stretto.schedule.orders import AfterBackward, Buckets, Schedule, WaitFree
+from stretto.schedule.caramel import Caramel
+from stretto.schedule.merged import Merged
+from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
+from stretto.schedule.priority import Priority
+from stretto.schedule.tictac import Tac, Tic
 from stretto.shard.replicated import Replicated
 from stretto.sync.synchronous import Synchronous
 
+Schedule = AfterBackward | WaitFree | Buckets | Merged | Tic | Tac | Priority | Caramel
 ANSWERS: dict[str, tuple[type, ...]] = {
     "aggregate": (AllReduce, Hierarchy),
     "sync": (Synchronous,),
     "compress": catalogue.classes(),
-    "schedule": (AfterBackward, WaitFree, Buckets),
+    "schedule": (AfterBackward, WaitFree, Buckets, Merged, Tic, Tac, Priority, Caramel),
     "shard": (Replicated,),
 }
 

@@ -368,16 +368,16 @@ def test_a_worker_that_lost_a_round_to_an_exception_is_found_out_in_the_next() -
         take_step(model, job, optimizer)
         training = cast(SynchronousAllReduce, engine_of(model).training)
         if job.rank == 1:
-            receive = training._receive
+            receive = training._wait
 
-            def interrupted() -> None:
-                receive()
+            def interrupted(buckets: Any) -> None:
+                receive(buckets)
                 raise Alarm
 
-            training._receive = interrupted  # type: ignore[method-assign]
+            training._wait = interrupted  # type: ignore[method-assign]
             with pytest.raises(Alarm):
                 torch.autograd.backward(loss_of(model, job, 1))
-            training._receive = receive  # type: ignore[method-assign]
+            training._wait = receive  # type: ignore[method-assign]
         else:
             torch.autograd.backward(loss_of(model, job, 1))
         optimizer.step()  # on rank 1 without gradients

@@ -31,6 +31,7 @@ from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
 from stretto.compress.codec import Compression
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
+from stretto.schedule.priority import Priority
 from stretto.strategy import Strategy
 
 RING = AllReduce("ring")
@@ -50,6 +51,7 @@ STRATEGIES = [
     recipes.ddp(bucket_bytes=512),
     recipes.data_parallel(),
     recipes.horovod(fusion_bytes=4096),
+    Strategy(aggregate=RING, schedule=Priority(partition=256, credit=256)),
     Strategy(aggregate=HIERARCHIES[0], schedule=Buckets(bytes=256, first_bytes=64)),
     Strategy(aggregate=HIERARCHIES[1], schedule=WaitFree()),
 ]

@@ -61,11 +61,15 @@ class Bucket:
             self.tail = torch.zeros(tail, dtype=dtype, device="cpu", pin_memory=True)
         self.on_wire = _alias(self.flat)
         self._references = list(map(sys.getrefcount, self.views))
+        self._addresses = list(map(Tensor.data_ptr, self.views))
         self._users = _num_users(self.flat)
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody else holds a gradient that lies here, or a view of one. To be asked while no round is under way."""
+        """Whether somebody else holds a gradient that lies here, or a view of one, or has moved one away: `model.double()` gives
+        the very tensors that are gradients other memory. To be asked while no round is under way."""
+        if list(map(Tensor.data_ptr, self.views)) != self._addresses:
+            return True
         if _num_users(self.flat) > self._users:
             return True
         counts = list(map(sys.getrefcount, self.views))

@@ -40,12 +40,20 @@ from stretto.engine.loop_state import LoopState
 from stretto.engine.only_traced import are_others, in_functional_call, is_only_traced, leads_to_training
 from stretto.engine.other_trainers import refuse_other_trainers, refuse_wrapper_around
 from stretto.engine.places import Places
-from stretto.engine.stepping import Given, PutAside, look_before_step, stepped_by, watch_all_optimizers
+from stretto.engine.stepping import (
+    Given,
+    PutAside,
+    can_be_postponed,
+    look_before_step,
+    stepped_by,
+    watch_all_optimizers,
+)
 from stretto.engine.training import Participation, RoundEnd, RoundResult, Setting, Training
-from stretto.engine.use_hooks import before_each_use
+from stretto.engine.use_hooks import ReadElsewhere, Readers, before_each_use
 from stretto.engine.weak_hook import Orphan, take_off, weakly, when_accumulated
 from stretto.job import PUBLIC_CHANNEL, Job
 from stretto.plain_state import ForwardHook
+from stretto.plan.profile import StepProfile
 from stretto.tensors_in import tensors_in
 
 if TYPE_CHECKING:
@@ -68,6 +76,7 @@ class Engine:
         check_finite: bool = False,
         broadcast_buffers: bool = True,
         scaler: Any = None,
+        profile: list[StepProfile | None] | None = None,
     ) -> None:
         self.called = model
         self.model = unwrapped(model)  # whose names are those of a plain model, also under torch.compile
@@ -78,7 +87,7 @@ class Engine:
         channel = job.new_channel()
         self.name = f"{type(self.model).__name__} (model {channel - PUBLIC_CHANNEL})"
         self.training: Training[Any] = strategy.bind(
-            job, Setting(self.model, self.name, channel, self.loop, check_finite, scaler)
+            job, Setting(self.model, self.name, channel, self.loop, check_finite, model, scaler, profile)
         )
         self.synchronising = self.engaged = self.training.engaged
         self.rounds = 0
@@ -95,6 +104,8 @@ class Engine:
         self._aside = PutAside()
         self._hooks = [handle for optimizer in optimizers for handle in Given.hook(self, optimizer)]
         self._use_hooks: list[RemovableHandle] = []
+        self._readers = Readers(self.model) if self.engaged and self.training.watches_first else None
+        self._read_elsewhere: ReadElsewhere = {}
         self._orphan = Orphan(job)
         self.attached: list[RemovableHandle] = []  # what others have put onto the model and its optimizers for this engine
         if self.engaged:
@@ -125,6 +136,8 @@ class Engine:
     def close(self) -> None:
         """Take every hook off the model and the optimizers again."""
         take_off((*self._hooks, *self._use_hooks, *self.attached))
+        if self._readers is not None:
+            self._readers.close()
         if self.engaged:
             take_off(self.places.hooks.values())
         self.synchronising = self.engaged = False
@@ -141,7 +154,17 @@ class Engine:
         self._slots = self.places.slots
         self.places.set_hooks(self._on_gradient, self._on_last_gradient, self._orphan)
         take_off(self._use_hooks)
-        self._use_hooks = before_each_use(self.model, self.training)
+        if self.training.waits_before_use and self._readers is None:
+            self._use_hooks = before_each_use(self.model, self.called, self.loop.optimizers, self.training, self._read_elsewhere)
+
+    def _arrange_anew(self) -> None:
+        """The Training has seen enough to make a better arrangement. Gradients that are there move to their new places."""
+        if self._readers is not None:
+            self._read_elsewhere = self._readers.conclude()
+            self._readers = None
+        take_off(self.places.hooks.values())
+        self._lay_out()
+        self.places.take_in()
 
     def _notice_changes(self) -> list[Tensor] | None:
         """Parameters frozen, unfrozen, added or converted since the last step get their place, on all workers alike.
@@ -213,6 +236,8 @@ class Engine:
 
     def _on_gradient(self, number: int, parameter: Tensor) -> None:
         """Runs once per parameter and backward. Small gradients are copied later, all at once, when their bucket is full."""
+        if self.training.waits_before_use and self.training.is_stale(parameter):
+            raise misuse.read_too_early(self.name, self.places.name_of(parameter))
         if not self.synchronising:
             self.loop.backwards.add(current_task())  # under no_sync: what it leaves in p.grad has yet to be combined
             return
@@ -237,6 +262,8 @@ class Engine:
 
     def _on_last_gradient(self, parameter: Tensor) -> None:
         """For a parameter whose bucket leaves last, or with a sparse gradient: it stays in p.grad until the round ends."""
+        if self.training.waits_before_use and self.training.is_stale(parameter):
+            raise misuse.read_too_early(self.name, self.places.name_of(parameter))
         if not self.synchronising:
             self.loop.backwards.add(current_task())
         elif not self._open or self._died:
@@ -256,6 +283,7 @@ class Engine:
 
     def _open_round(self) -> None:
         self._open = True
+        self.training.round_begins()
         self.places.leave_held_memory()
 
     def _close_dead_round(self, parameter: Tensor) -> None:
@@ -298,10 +326,15 @@ class Engine:
         self.places.complete()  # what it refuses leaves the round open: nothing of the rest has left, and flush says so
         self._task = NO_TASK
         self._final = False
+        used = [p for bucket in self.buckets for p, here in zip(bucket.parameters, bucket.used, strict=True) if here]
         try:
             result = self.training.backward_ended(RoundEnd(participation, self._late))
         finally:
             self._reset()
+        if self._readers is not None:
+            self._readers.round_ended(used)
+        if result.arrange_anew:
+            self._arrange_anew()
         self._look_closely |= result.some_unused
         self._final = result.final
         self.loop.rounds += result.combined
@@ -341,8 +374,7 @@ class Engine:
         if not self.synchronising:
             raise misuse.synchronize_in_no_sync(self.name)
         self.flush()
-        if self.training.waits_before_use:
-            self.training.before_use(self.model.parameters())
+        self.settle()
         on_mean = bool(self.loop.backwards) and self._final and any(self.places.holds_result(p) for _, p in self.places.dense)
         if not self.loop.anybody_has_accumulated(self.job, on_mean, self.training.no_second_mean):
             return
@@ -353,6 +385,16 @@ class Engine:
             self._finish_round(Participation.EMPTY)
         if not self.joining:
             self._make_up_for_forward()
+
+    def settle(self) -> None:
+        """Return when nothing is under way: every parameter is up to date, or has its gradient. Begins no collective."""
+        if self.engaged and self.training.waits_before_use:
+            self.training.before_use(self.model.parameters())
+
+    def settle_or_forget(self) -> None:
+        """The same before all of it is given up or replaced: after a failure there is nothing left to settle."""
+        if self.engaged and self.training.waits_before_use:
+            self.training.before_load()
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -368,6 +410,8 @@ class Engine:
                 self._notice_late_changes()
             self._looked = False
             self.loop.look_for_scaler()
+            if self.training.waits_before_use and not can_be_postponed(optimizer, self):
+                self.settle()
             stepping = self.training.before_step(optimizer)
             if stepping is not None:
                 self._aside.put(parameter for parameter in stepped_by(optimizer, self) if parameter not in stepping)

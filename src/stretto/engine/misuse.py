@@ -41,6 +41,39 @@ def step_without_round(optimizer: Optimizer, model: str, num_backwards: int) -> 
     )
 
 
+def read_too_early(model: str, parameter: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"a forward of {model} has read {parameter} before it was brought up to date: with cross_barrier=True a parameter is "
+        f"updated when the module that it belongs to is called, and this forward read it without calling that module, which it "
+        f"did not do in the first steps.\n"
+        f"Call stretto.synchronize(model) before such a forward, call the module itself, or write cross_barrier=False. A model "
+        f"that is compiled has to be so before it is distributed."
+    )
+
+
+def traced_too_early(model: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{model} is traced or transformed (torch.jit.trace, torch.func) while some of its parameters have yet to be updated: "
+        f"with cross_barrier=True that happens when a module is called, and in there nothing can be updated.\n"
+        f"Call stretto.synchronize(model) before."
+    )
+
+
+def compiled_too_late() -> ConfigurationError:
+    return ConfigurationError(
+        "torch.compile of a module of a model that was distributed with cross_barrier=True: its parameters are waited for before "
+        "every forward, which cannot become part of a graph.\nCompile first: stretto.distribute(torch.compile(model), ...)."
+    )
+
+
+def changed_before_update(shape: tuple[int, ...]) -> ConfigurationError:
+    return ConfigurationError(
+        f"a parameter of shape {shape} was changed between optimizer.step() and the next forward: with cross_barrier=True it had "
+        f"not been updated by that step yet, so the change would come before the update instead of after it.\n"
+        f"Call stretto.synchronize(model) after the step and before changing weights by hand (clamping, averaging, pruning)."
+    )
+
+
 def own_gradients(optimizer: Optimizer, model: str) -> str:
     return (
         f"{type(optimizer).__name__}.step() uses gradients of {model} that no backward pass has left there since the last step: "

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from stretto.engine.bucket import Bucket, refuse_graph
+from stretto.engine.gradient_under_way import GradientUnderWay
 from stretto.engine.training import Named, Training
 from stretto.engine.watch import Watch
 from stretto.engine.weak_hook import Orphan, when_accumulated
@@ -52,14 +53,22 @@ class Places:
         hooks = [p._post_accumulate_grad_hooks for p in bucket.parameters]
         if max(map(len, hooks)) == 1:
             return False
-        last = (next(reversed(mine)) for mine in hooks)
-        return any(self.hooks[p].id != number for p, number in zip(bucket.parameters, last, strict=True))
+        return any(_is_users(next(reversed(mine.values()))) for mine in hooks)
 
     def holds_result(self, parameter: Tensor) -> bool:
         """Whether the gradient is what a round has left there. A mean of means is the mean only without loss: a new gradient of
         this worker's would lie on top of everybody's old one."""
         bucket, slot = self.of[parameter]
-        return parameter.grad is bucket.views[slot]
+        return parameter.grad is bucket.views[slot] or isinstance(parameter.grad, GradientUnderWay)
+
+    def name_of(self, parameter: Tensor) -> str:
+        return next(name for name, other in (*self.dense, *self.sparse) if other is parameter)
+
+    def take_in(self) -> None:
+        """Move gradients that are there to their places. What is on its way has none."""
+        for parameter, (bucket, slot) in self.of.items():
+            if parameter.grad is not None and not isinstance(parameter.grad, GradientUnderWay):
+                bucket.put(slot)
 
     def leave_held_memory(self) -> None:
         """Before a round writes to it: somebody else may still hold a gradient of the last one."""
@@ -79,6 +88,11 @@ class Places:
     def drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _is_users(hook: object) -> bool:
+    """Whether a hook is none of ours: the engine's, or one that takes times."""
+    return not str(getattr(hook, "__module__", "")).startswith("stretto.")
 
 
 def _sparse_parameters(model: nn.Module) -> set[Tensor]:

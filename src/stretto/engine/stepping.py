@@ -17,7 +17,9 @@ closure: `return stretto.all_reduce(loss.item())`.)
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from stretto.collectives.plan import Kind
 from stretto.engine import misuse
 from stretto.engine.admission import check_optimizer
+from stretto.engine.postponed_step import is_taking_step
 from stretto.engine.weak_hook import owners
 from stretto.job import Job
 
@@ -55,13 +58,16 @@ class Given:
         return handles
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        if is_within_step(optimizer):
+            return None
         if self._checked != num_parameters(optimizer):
             check_optimizer(self._engine.model, optimizer)
             self._checked = num_parameters(optimizer)
         return prepare([self._engine], optimizer, args, kwargs)
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
-        self._engine.after_step(optimizer)
+        if not is_within_step(optimizer):
+            self._engine.after_step(optimizer)
 
 
 class PutAside:
@@ -81,6 +87,34 @@ class PutAside:
             if parameter.grad is None:
                 parameter.grad = gradient
         self._gradients.clear()
+
+
+def is_within_step(optimizer: Optimizer) -> bool:
+    """Asked by a hook: whether its `step` was called by another `step` of the same optimizer (a subclass that calls `super()`,
+    which torch gives hooks of its own), or is one that was postponed. Only the outermost counts."""
+    if is_taking_step(optimizer):
+        return True
+    step = type(optimizer).step
+    code = step.__code__ if getattr(step, "hooked", False) else None
+    frame: FrameType | None = sys._getframe(1)
+    found = 0
+    while frame is not None and found < 2:
+        found += frame.f_code is code and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return found > 1
+
+
+def can_be_postponed(optimizer: Optimizer, engine: Engine) -> bool:
+    """Whether nobody else looks at gradients or weights around this step. Other optimizers than the given ones have not been
+    tried out (`per_parameter.py`), and the user's own hooks may clip gradients before the step or average weights after it."""
+    if not any(optimizer is given for given in engine.loop.optimizers):
+        return False
+    before, after = optimizer._optimizer_step_pre_hooks.values(), optimizer._optimizer_step_post_hooks.values()
+    return not any(_is_users(hook) for hook in (*before, *after))
+
+
+def _is_users(hook: Any) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith("stretto.")
 
 
 def look_before_step(engine: Engine, optimizer: Optimizer) -> None:
@@ -119,6 +153,8 @@ def watch_all_optimizers() -> None:
 
 
 def before_any(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    if is_taking_step(optimizer):
+        return None
     engines = engines_of_another(optimizer)
     for engine in engines:
         if engine.joining:
@@ -128,6 +164,8 @@ def before_any(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def after_any(optimizer: Optimizer, *_: Any) -> None:
+    if is_taking_step(optimizer):
+        return
     for engine in engines_of_another(optimizer):
         engine.after_step(optimizer)
 

@@ -9,6 +9,7 @@ The order of calls, k = 1, 2, ... counting rounds:
     arrange                          when the model is distributed, and again between rounds when its parameters have changed
       adopt                          after that: parameters that are new, or whose gradients came before they had a place
     before_forward, before_use ...   any number, also without a backward
+    round_begins  of round k         before the first bucket of a round is filled
     bucket_ready  of round k         for buckets that may leave early, in the order in which their last gradients come
     backward_ended  of round k       exactly once for each round that has begun, well or not
     before_step, after_step          any number between rounds
@@ -34,7 +35,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -43,6 +44,8 @@ from stretto.engine.bucket import Bucket
 from stretto.engine.loop_state import LoopState
 from stretto.engine.watch import Watch
 from stretto.job import Job
+from stretto.plan.profile import StepProfile
+from stretto.plan.transfers import TransferPlan
 
 if TYPE_CHECKING:
     from stretto.strategy import Strategy
@@ -73,7 +76,9 @@ class Setting:
     channel: int  # of this model's collectives
     loop: LoopState
     check_finite: bool
+    called: nn.Module  # what the training loop calls: the model, or what torch.compile has made of it
     scaler: Any = None  # the GradScaler that was given to distribute()
+    profile: list[StepProfile | None] | None = None  # that was given to distribute(): one, on rank 0 alone; None: none was given
 
 
 class RoundEnd(NamedTuple):
@@ -90,6 +95,7 @@ class RoundResult(NamedTuple):
     anybody_present: bool = True  # whether any worker still has data
     some_unused: bool = False  # some parameter had no gradient on some worker: it may have been frozen
     final: bool = False  # nothing may be added to these gradients before a step has used them
+    arrange_anew: bool = False  # `arrange` is to be called again, on all workers, before anything else
 
 
 class TrainingState(NamedTuple):
@@ -103,7 +109,10 @@ class TrainingState(NamedTuple):
 class Training(ABC, Generic[B]):
     """One way to train, for one model in one job. See the module's text for when each method is called."""
 
-    waits_before_use: ClassVar[bool] = False  # whether `before_use` is to be called at all
+    waits_before_use: bool = False  # whether `before_use` is to be called at all
+    watches_first: bool = False  # `before_use` is not needed before it has asked to be arranged anew: it is seen who reads what
+    profile: StepProfile | None = None  # how a step was measured, where something is planned by it
+    plan: TransferPlan | None = None  # which gradients travel together, and in which order
     engaged: bool = True  # otherwise there is nothing to do, and no hook is set: the plain loop
     no_second_mean: str | None = None  # the answer that does not allow adding to a mean that no step has used, if there is one
     state_text: str | None = None  # what its state belongs to, so that none of another kind is taken; None: it never has one
@@ -137,6 +146,15 @@ class Training(ABC, Generic[B]):
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
+    def round_begins(self) -> None:
+        """The first gradient of a round has come, or one begins that will have none. Buckets are about to be filled: what is left
+        of the last round must have ended."""
+
+    def is_stale(self, parameter: Tensor) -> bool:
+        """Whether a forward may have read this parameter before it was brought up to date. Asked when its gradient comes, if
+        `waits_before_use`."""
+        return False
+
     @abstractmethod
     def bucket_ready(self, bucket: B) -> None:
         """The bucket holds all its gradients. From here on nobody writes to it until the round has ended."""
@@ -160,6 +178,10 @@ class Training(ABC, Generic[B]):
     def before_use(self, parameters: Iterable[Tensor]) -> None:
         """Return when these parameters hold the values that the next forward is to see. Called if `waits_before_use`: before the
         forward of every module that has parameters of its own, before `state_dict`, and by `stretto.synchronize`."""
+
+    def before_load(self) -> None:
+        """The model's or an optimizer's state is about to be replaced: what is under way must have ended. Called if
+        `waits_before_use`, also after a failure."""
 
     def before_step(self, optimizer: Optimizer) -> Set[Tensor] | None:
         """Which parameters step: `EVERYBODY`, `NOBODY`, or only those given. For the others `p.grad` is None during the step."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from stretto.aggregate.all_reduce.value import AllReduce
 from stretto.compress.codec import Compression
+from stretto.engine.per_parameter import check_per_parameter
 from stretto.errors import ConfigurationError
 from stretto.job import Job
 
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     from stretto.strategy import Strategy
 
 log = logging.getLogger("stretto")
+
+
+def check_order(strategy: Strategy, all_reduce: AllReduce) -> None:
+    """torch's own collectives run in one order on all workers, while the caller waits."""
+    schedule = strategy.schedule
+    if all_reduce.algorithm == "native" and schedule.cross_barrier:
+        raise ConfigurationError(
+            f'aggregate=AllReduce("native") with schedule={schedule!r}: the collectives of torch run one after the other while '
+            f"the caller waits, so none can be under way during the next forward.\nWrite aggregate=AllReduce()."
+        )
 
 
 def check_payloads(strategy: Strategy, all_reduce: AllReduce, name: str = "aggregate") -> None:
@@ -48,6 +59,13 @@ def check_compression(model: nn.Module, optimizers: Sequence[Optimizer], strateg
                 f"compress={compress!r} keeps the momentum itself, before gradients are sent, and {type(optimizer).__name__} has "
                 f"{own} of its own: it would be applied twice.\nWrite {compress.optimizer_hint}"
             )
+
+
+def check_crossing(optimizers: Sequence[Optimizer], strategy: Strategy) -> None:
+    """Whether each parameter can be updated by itself, when its own gradient has come."""
+    if strategy.schedule.cross_barrier:
+        for optimizer in optimizers:
+            check_per_parameter(optimizer, f"schedule={strategy.schedule!r}")
 
 
 def warn_of_host_memory(name: str, devices: Sequence[torch.device], job: Job) -> None:

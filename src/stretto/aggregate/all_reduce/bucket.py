@@ -22,15 +22,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from stretto.aggregate.all_reduce.exchange import Sending
 from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.codec import Compression
 from stretto.compress.layout import Layout
 from stretto.compress.none import NoCompression
 from stretto.compress.rounds import ExchangeContext
 from stretto.compress.state import CompressionState
-from stretto.engine.bucket import Bucket, dimension_order, gradient_dtype, group_parameters
+from stretto.engine.bucket import Bucket, dimension_order, gradient_dtype
 from stretto.engine.training import Named
-from stretto.schedule.orders import Schedule
+from stretto.plan.transfers import Gradient, TransferPlan
 
 PRECISE = (torch.float32, torch.float64)
 
@@ -84,6 +85,7 @@ class ReducedBucket(Bucket):
         self.state = None if compression.lossless else CompressionState(self.layout, device)
         self.turn: ExchangeContext | None = None  # in this round, if it is compressed
         self.exchange: Exchange | None = None  # in this round, once it has left
+        self.sending = Sending()  # among other buckets
         self.kept: dict[Any, Any] = {}  # what is the same in every round
         self._said: tuple[Notes, tuple[bool, ...]] | None = None
         self._template: Tensor | None = None
@@ -123,45 +125,70 @@ class ReducedBucket(Bucket):
             self.state = CompressionState(self.layout, self.flat.device)
 
 
+OwnerOf = Callable[[str], int | None]
+
+
+def no_owner(name: str) -> None:
+    """All workers have the same part in every parameter."""
+
+
+def gradients_of(named: Sequence[Named], compress: Compression, owner_of: OwnerOf = no_owner) -> list[Gradient]:
+    """What a schedule plans with. Gradients of different dtypes, devices, compressions or owners travel apart."""
+    return [
+        Gradient(name, parameter.numel() * gradient_dtype(parameter).itemsize, _kind(name, parameter, compress, owner_of))
+        for name, parameter in named
+    ]
+
+
+def _kind(name: str, parameter: Tensor, compress: Compression, owner_of: OwnerOf) -> str:
+    answer = compress.for_parameter(name, tuple(parameter.shape))
+    return f"{gradient_dtype(parameter)} {parameter.device} {answer!r} {owner_of(name)}"
+
+
 def make_buckets(
     named: Sequence[Named],
-    schedule: Schedule,
+    plan: TransferPlan,
     compress: Compression,
     native_on: torch.device | None = None,
-    owner_of: Callable[[str], int | None] = lambda _: None,
+    *,
+    apart: bool = False,
 ) -> list[ReducedBucket]:
-    """The buckets in the order in which they are expected, the closing one last. Parameters of different owners are apart.
+    """The buckets in the order in which they are expected, the closing one last.
 
+    `apart`: the closing bucket has the notes of all parameters and no gradients, as it always has beside compressed ones.
     `native_on`: the device where torch's own all-reduce wants all that it sends. It needs one order of buckets on all workers, so
     none leaves early."""
-    groups = group_parameters(
-        named,
-        schedule.first_bucket_bytes,
-        schedule.bucket_bytes,
-        lambda name, parameter: (compress.for_parameter(name, tuple(parameter.shape)), owner_of(name)),
-    )
-    precise = (group for group in reversed(groups) if gradient_dtype(group[0][1]) in PRECISE)
-    last = next(precise, None) if compress.lossless else None
-    early = not (schedule.waits_for_backward or native_on is not None)
-    apart = native_on is None
-    buckets = [_bucket(group, compress, early, apart) for group in groups if group is not last]
+    parameters = dict(named)
+    groups = [[(name, parameters[name]) for name in transfer.parameters] for transfer in plan.transfers]
+    precise = [number for number, group in enumerate(groups) if gradient_dtype(group[0][1]) in PRECISE]
+    apart |= not compress.lossless
+    last = None if apart or not precise else precise[-1]
+    early = plan.early and native_on is None
+    buckets = [
+        _bucket(group, compress, early and number != last, noted=not apart, on_host=native_on is None)
+        for number, group in enumerate(groups)
+    ]
+    for bucket, transfer in zip(buckets, plan.transfers, strict=True):
+        bucket.sending = Sending.of(transfer.priority, transfer.part_bytes, plan.credit_bytes)
     if last is None:
-        noted = 0 if compress.lossless else len(named)
-        buckets.append(ReducedBucket([], torch.float32, native_on or torch.device("cpu"), NoCompression(), noted=noted))
+        noted = len(named) if apart else 0
+        closing = ReducedBucket([], torch.float32, native_on or torch.device("cpu"), NoCompression(), noted=noted)
+        closing.sending = Sending.of(-1, None, plan.credit_bytes)  # everybody waits for its word
+        buckets.append(closing)
     else:
-        buckets.append(_bucket(last, compress, False, apart))
+        buckets.append(buckets.pop(last))
     for number, bucket in enumerate(buckets):
         bucket.number = number
     return buckets
 
 
-def _bucket(group: Sequence[Named], compress: Compression, early: bool, notes_apart: bool) -> ReducedBucket:
+def _bucket(group: Sequence[Named], compress: Compression, early: bool, *, noted: bool, on_host: bool) -> ReducedBucket:
     name, parameter = group[0]
-    answer = compress.for_parameter(name, tuple(parameter.shape))
-    noted = len(group) if compress.lossless else None
-    on_host = notes_apart and parameter.device.type == "cuda"
-    dtype = gradient_dtype(parameter)
-    return ReducedBucket(group, dtype, parameter.device, answer, noted=noted, early=early, notes_on_host=on_host)
+    answer, dtype = compress.for_parameter(name, tuple(parameter.shape)), gradient_dtype(parameter)
+    notes_on_host = on_host and parameter.device.type == "cuda"
+    return ReducedBucket(
+        group, dtype, parameter.device, answer, noted=len(group) if noted else None, early=early, notes_on_host=notes_on_host
+    )
 
 
 def layout_digest(buckets: Sequence[ReducedBucket], sparse: Sequence[Named]) -> int:

@@ -12,9 +12,9 @@ Workers then need no common order among buckets. From a GPU, payloads go through
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,14 @@ from stretto.collectives.message_codec import MessageCodec
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import Pending
 from stretto.collectives.staging import Staging
+from stretto.collectives.urgency import Urgency
 from stretto.compress.rounds import Collective, Sum, SumInHops, Transpose
 from stretto.job import Job
 from stretto.plan.auto import chosen_for
 
 MOST: Final = 8  # collectives of one bucket in one round
 LARGE_BYTES: Final = 1 << 20  # from here on an all-gather goes round the ring, where everybody sends to one neighbour only
+LEAST_SEGMENT_BYTES: Final = 64  # a few elements of whatever dtype
 KEPT_BUFFERS: Final = 256  # in pinned memory: one for each bucket of a large model
 
 UnderWay = Generator[Pending, None, None]
@@ -43,6 +45,19 @@ class Mean:
 
     tensor: Tensor
     tail: Tensor | None = None
+
+
+class Sending(NamedTuple):
+    """How the messages of an exchange are sent: how urgent they are among those of others, and their length (None: as ever)."""
+
+    urgency: Urgency | None = None
+    segment_bytes: int | None = None
+
+    @classmethod
+    def of(cls, priority: int, part_bytes: int | None, credit_bytes: int | None) -> Sending:
+        """Without a credit the order is that of arrival."""
+        segment_bytes = None if part_bytes is None else max(part_bytes, LEAST_SEGMENT_BYTES)
+        return cls(None if credit_bytes is None else Urgency(priority, credit_bytes), segment_bytes)
 
 
 Steps = Generator[Collective | Mean, Tensor, None]
@@ -90,6 +105,13 @@ class DirectExchange:
         self._under_way = under_way
         self._pending = next(under_way, None)
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when all of it has come, from whichever thread notices."""
+        if self._pending is None:
+            callback()
+        else:
+            self._pending.when_done(callback)
+
     @property
     def arrived(self) -> bool:
         return self._pending is None or (self._pending.done and self._pending.error is None)
@@ -98,6 +120,14 @@ class DirectExchange:
         while self._pending is not None:
             self._pending.wait()
             self._pending = next(self._under_way, None)
+
+
+class _Call(NamedTuple):
+    """What a collective of an exchange is started with, beside its data."""
+
+    name: tuple[int, int]
+    label: str
+    sending: Sending
 
 
 class ExchangeDriver:
@@ -110,7 +140,7 @@ class ExchangeDriver:
         self._algorithm = algorithm
         self._staging = Staging(kept_buffers=KEPT_BUFFERS)
 
-    def drive(self, steps: Steps, first_number: int, label: str) -> UnderWay:
+    def drive(self, steps: Steps, first_number: int, label: str, sending: Sending) -> UnderWay:
         """Run `steps` to its end, each collective with the next number from `first_number` on."""
         result: Tensor | None = None
         for number in range(first_number, first_number + MOST + 1):
@@ -118,31 +148,31 @@ class ExchangeDriver:
                 asked = next(steps) if result is None else steps.send(result)
             except StopIteration:
                 return
-            result = yield from self._carry_out(asked, (self._channel, number & 0xFFFFFFFF), label)
+            result = yield from self._carry_out(asked, _Call((self._channel, number & 0xFFFFFFFF), label, sending))
         raise AssertionError(f"an exchange of more than {MOST} collectives")
 
-    def _carry_out(self, asked: Collective | Mean, name: tuple[int, int], label: str) -> _Result:
+    def _carry_out(self, asked: Collective | Mean, call: _Call) -> _Result:
         if isinstance(asked, Mean):
-            return self._reduce(asked.tensor, "mean", name, label, asked.tail)
+            return self._reduce(asked.tensor, "mean", call, asked.tail)
         if isinstance(asked, Sum):
-            return self._reduce(asked.tensor, "sum", name, label)
+            return self._reduce(asked.tensor, "sum", call)
         if isinstance(asked, Transpose):
-            return self._run(Kind.ALL_TO_ALL, asked.rows, "pairwise", name, label)
+            return self._run(Kind.ALL_TO_ALL, asked.rows, "pairwise", call)
         if isinstance(asked, SumInHops):
-            return self._run(Kind.ALL_REDUCE, asked.tensor, self._algorithm, name, label, message_codec=asked.hop)
+            return self._run(Kind.ALL_REDUCE, asked.tensor, self._algorithm, call, message_codec=asked.hop)
         row, table = asked.row, asked.into
         if table is None:
             table = torch.empty((self._group.size, *row.shape), dtype=row.dtype, device=row.device)
         table[self._group.rank] = row
-        return self._run(Kind.ALL_GATHER, table, "ring" if table.nbytes >= LARGE_BYTES else "direct", name, label)
+        return self._run(Kind.ALL_GATHER, table, "ring" if table.nbytes >= LARGE_BYTES else "direct", call)
 
-    def _reduce(self, tensor: Tensor, op: str, name: tuple[int, int], label: str, tail: Tensor | None = None) -> _Result:
+    def _reduce(self, tensor: Tensor, op: str, call: _Call, tail: Tensor | None = None) -> _Result:
         algorithm = self._algorithm
         if algorithm == "native":
-            return self._reduce_natively(tensor, op, label)
+            return self._reduce_natively(tensor, op, call.label)
         if algorithm == "auto" and self._group.size > 1:
             algorithm = chosen_for(self._group, "gradients").algorithm(tensor.nbytes)
-        return self._run(Kind.ALL_REDUCE, tensor, algorithm, name, label, op=op, tail=tail)
+        return self._run(Kind.ALL_REDUCE, tensor, algorithm, call, op=op, tail=tail)
 
     def _reduce_natively(self, tensor: Tensor, op: str, label: str) -> _Result:
         yield from ()  # torch's own has ended when it returns
@@ -153,8 +183,7 @@ class ExchangeDriver:
         kind: Kind,
         tensor: Tensor,
         algorithm: str,
-        name: tuple[int, int],
-        label: str,
+        call: _Call,
         *,
         op: str = "sum",
         message_codec: MessageCodec | None = None,
@@ -163,8 +192,9 @@ class ExchangeDriver:
         if self._group.size > 1:
             flat, ready, bring_back = self._staging.lend(tensor if tensor.dim() == 1 else tensor.view(-1), tail)
             yield self._group.start(
-                kind, flat, algorithm, op=op, name=name, ready=ready, label=label, message_codec=message_codec
-            )
+                kind, flat, algorithm, op=op, name=call.name, ready=ready, label=call.label, message_codec=message_codec,
+                urgency=call.sending.urgency, segment_bytes=call.sending.segment_bytes,
+            )  # fmt: skip
             if bring_back is not None:
                 bring_back()
         return tensor

@@ -23,7 +23,7 @@ stay equal.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,14 +35,26 @@ from torch.optim import Optimizer
 from stretto.aggregate.all_reduce import AllReduce, compression_state
 from stretto.aggregate.all_reduce.admission import (
     check_compression,
+    check_crossing,
     check_native,
+    check_order,
     check_payloads,
     warn_of_host_memory,
     warn_of_lost_gradients,
 )
-from stretto.aggregate.all_reduce.bucket import INFINITE, Notes, ReducedBucket, layout_digest, make_buckets
+from stretto.aggregate.all_reduce.bucket import (
+    INFINITE,
+    Notes,
+    OwnerOf,
+    ReducedBucket,
+    layout_digest,
+    make_buckets,
+    no_owner,
+)
 from stretto.aggregate.all_reduce.compression_thread import CompressionThread
+from stretto.aggregate.all_reduce.crossing import Crossing
 from stretto.aggregate.all_reduce.exchange import MOST, DirectExchange, ExchangeDriver, Mean, Steps, UnderWay
+from stretto.aggregate.all_reduce.planning import Planner
 from stretto.aggregate.all_reduce.sparse import exchange_sparse
 from stretto.aggregate.all_reduce.unplaced import combine_unplaced
 from stretto.collectives.group import Group
@@ -53,6 +65,7 @@ from stretto.engine.bucket import gradient_dtype
 from stretto.engine.finite import FiniteCheck, is_finite
 from stretto.engine.state import copy_buffers, copy_by
 from stretto.engine.training import (
+    EVERYBODY,
     Named,
     Participation,
     RoundEnd,
@@ -66,6 +79,7 @@ from stretto.engine.watch import Watch
 from stretto.errors import BackwardFailed
 from stretto.job import Job
 from stretto.plan.auto import chosen_for
+from stretto.plan.transfers import TransferPlan
 
 if TYPE_CHECKING:
     from stretto.strategy import Strategy
@@ -91,6 +105,12 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         self._infinite = False  # a gradient of this round that was to be compressed
         self._sequence = 0  # of this model's collectives: its next number
         self._round = 0
+        self._planner = Planner(strategy, job, self._group, self._algorithm, setting) if self.engaged else None
+        self._closing_notes = Notes(1.0)  # of the round that is under way across the barrier
+        self._crossing: Crossing | None = None
+        self._stale: frozenset[Tensor] = frozenset()  # parameters that this round's forward did not wait for
+        if strategy.schedule.cross_barrier and self.engaged:
+            self._prepare_to_cross()
         if self._is_lossy:
             self.no_second_mean, self.state_text = f"compress={compress!r}", repr(compress)
             if compress.no_abstention is not None:
@@ -103,6 +123,12 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         if self._algorithm == "auto" and self._group.size > 1:
             chosen_for(self._group, "distribute()")
 
+    def _prepare_to_cross(self) -> None:
+        asked = f"schedule={self._strategy.schedule!r}"
+        self._crossing = Crossing(self._wait_for_one, self._finish_crossing, self._drop, self._job.tracer)
+        self.waits_before_use = self.watches_first = True
+        self.no_join = f"{asked}: a worker that has run out of data makes no forward, in which updates take place"
+
     def _find_group(self) -> tuple[Group, str]:
         """The workers among which buckets are exchanged, and by which algorithm."""
         return self._job.world, _all_reduce_of(self._strategy).algorithm
@@ -112,6 +138,11 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         return self._setting.channel
 
     @property
+    def _closing_notes_all(self) -> bool:
+        """Whether the closing bucket has no gradients, and the notes of all parameters."""
+        return self._is_lossy or self._crossing is not None
+
+    @property
     def _computes(self) -> bool:
         """Whether something is computed between the collectives of an exchange, which takes a thread."""
         return self._is_lossy
@@ -119,14 +150,18 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
         check_payloads(strategy, _all_reduce_of(strategy))
+        check_order(strategy, _all_reduce_of(strategy))
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
         check_compression(model, optimizers, strategy)
+        check_crossing(optimizers, strategy)
         if _all_reduce_of(strategy).algorithm == "native" and job.world_size > 1:
             check_native(strategy, job)
 
     def close(self) -> None:
+        if self._planner is not None:
+            self._planner.close()
         if self._thread is not None:
             self._thread.stop()
 
@@ -134,7 +169,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
 
     def arrange(self, dense: Sequence[Named], sparse: Sequence[Named]) -> Sequence[ReducedBucket]:
         """What compressions remember belongs to parameters, wherever these lie now."""
-        before = self.state()
+        before = self.state()  # which also waits for what is under way
         self.buckets = self._make_buckets(dense)
         self._restore(before)
         self._sparse = sparse
@@ -144,9 +179,14 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             warn_of_host_memory(self._setting.name, [bucket.flat.device for bucket in self.buckets], self._job)
         return self.buckets
 
+    def _plan(self, dense: Sequence[Named], owner_of: OwnerOf = no_owner) -> TransferPlan:
+        assert self._planner is not None, "without a round there is nothing to plan"
+        self.plan = self._planner.make(dense, owner_of)
+        return self.plan
+
     def _make_buckets(self, dense: Sequence[Named]) -> list[ReducedBucket]:
         native_on = self._job.device if self._algorithm == "native" else None
-        return make_buckets(dense, self._strategy.schedule, self._strategy.compress, native_on)
+        return make_buckets(dense, self._plan(dense), self._strategy.compress, native_on, apart=self._closing_notes_all)
 
     def adopt(self, new: Sequence[Tensor], found: Sequence[Named]) -> None:
         copy_by(partial(self._broadcast, f" of new parameters{self._label}"), new)
@@ -212,7 +252,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         return ExchangeContext(bucket.layout, state, draw, group.rank, group.size, self._algorithm, bucket.kept, weight)
 
     def _noted_use(self, bucket: ReducedBucket) -> Sequence[bool]:
-        if self._is_lossy:
+        if self._closing_notes_all:
             return [used for each in self.buckets for used in each.used]
         return bucket.used
 
@@ -226,18 +266,32 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         return self._setting.loop.text()
 
     def _begin(self, bucket: ReducedBucket, under_way: UnderWay) -> None:
+        arrived = self._trace_of(bucket)
         if self._thread is None:
-            bucket.exchange = DirectExchange(under_way)
+            bucket.exchange = exchange = DirectExchange(under_way)
+            if arrived is not None:
+                exchange.when_done(arrived)
             return
         if not self._job.is_here:  # the thread that would take it along is the parent's
             self._job.check_usable()
         for channel in self._channels:
             self._job.whereabouts.carrying(channel, 1)
-        bucket.exchange = self._thread.submit(self._carried(under_way), bucket.flat.device)
+        bucket.exchange = self._thread.submit(self._carried(under_way, arrived), bucket.flat.device)
 
-    def _carried(self, under_way: UnderWay) -> UnderWay:
+    def _trace_of(self, bucket: ReducedBucket) -> Callable[[], None] | None:
+        """What to call when the bucket has arrived, where the job is traced."""
+        tracer = self._job.tracer
+        if tracer is None:
+            return None
+        name = "closing notes" if not bucket.parameters else f"transfer {bucket.number}"
+        what, num_bytes = ", ".join(bucket.names), bucket.num_bytes
+        return partial(tracer.span, "transfer", name, tracer.now(), num_bytes=num_bytes, collective=what)
+
+    def _carried(self, under_way: UnderWay, arrived: Callable[[], None] | None) -> UnderWay:
         try:
             yield from under_way
+            if arrived is not None:
+                arrived()
         finally:
             for channel in self._channels:
                 self._job.whereabouts.carrying(channel, -1)
@@ -271,7 +325,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     def _combine(self, bucket: ReducedBucket, values: Tensor, number: int, label: str) -> UnderWay:
         """Replace `values`, which are this worker's, by the mean over all workers."""
         steps: Steps = _mean(bucket) if bucket.turn is None else bucket.compression.exchange(values, bucket.turn)
-        return self._driver.drive(steps, number, label)
+        return self._driver.drive(steps, number, label, bucket.sending)
 
     @property
     def _numbers_per_bucket(self) -> int:
@@ -280,20 +334,30 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     # -- the end of a round -------------------------------------------------------------------------------------------
 
     def backward_ended(self, end: RoundEnd) -> RoundResult:
+        crosses = self._is_crossing
         try:
+            if self._crossing is not None:
+                self._crossing.check()
             self._send_rest(end)
-            self._receive()
-            return self._hand_out(end)
+            self._wait([self.closing] if crosses else self.buckets)
+            if crosses and (self.closing.read()[0].failed or self.closing.read()[0].late):
+                crosses = False  # nobody steps, or some gradients have yet to be completed
+                self._wait(self.buckets)
+            result = self._hand_out(end, crosses)
         except BaseException as error:
+            crosses = False
+            self._drop_gradients()  # they are neither this worker's nor combined
             if isinstance(error, Exception):
                 self._let_finish()
-            self._commit_or_discard(good=False)
+            self._end_all(good=False)
             raise
         finally:
-            for bucket in self.buckets:
+            for bucket in self.buckets if not crosses else [self.closing]:
                 bucket.turn = bucket.exchange = None
+            self._stale = frozenset()
             self._round += 1
             self._sequence += len(self.buckets) * self._numbers_per_bucket
+        return result
 
     def is_complete(self, parameter: Tensor) -> bool:
         bucket = self._bucket_of.get(parameter)
@@ -301,24 +365,20 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             return False
         return not bucket.needs_closing() or (self.closing.exchange is not None and self.closing.exchange.arrived)
 
-    def _receive(self) -> None:
-        """Wait for every bucket, also when one fails: the memory of the others is not free before. Then raise the first error."""
+    def _wait(self, buckets: Sequence[ReducedBucket]) -> None:
+        """Wait for these buckets, also if one fails: the memory of the others is not free before. Then raise the first error."""
         begin_ns, first = time.perf_counter_ns(), None
-        try:
-            with self._job.whereabouts.waiting(self._setting.channel) if self._computes else nullcontext():
-                for bucket in self.buckets:
-                    try:
-                        assert bucket.exchange is not None
-                        bucket.exchange.wait()
-                    except Exception as error:  # also a raw one, of a user's codec
-                        first = first or error
-            if self._computes:  # otherwise what is waited for counts by itself
-                self._job.ledger.count_wait(time.perf_counter_ns() - begin_ns)
-            if first is not None:
-                raise first
-        except BaseException:
-            self._drop_gradients()  # they are neither this worker's nor combined
-            raise
+        with self._job.whereabouts.waiting(self._setting.channel) if self._computes else nullcontext():
+            for bucket in buckets:
+                try:
+                    assert bucket.exchange is not None
+                    bucket.exchange.wait()
+                except Exception as error:  # also a raw one, of a user's codec
+                    first = first or error
+        if self._computes:  # otherwise what is waited for counts by itself
+            self._job.ledger.count_wait(time.perf_counter_ns() - begin_ns)
+        if first is not None:
+            raise first
 
     def _let_finish(self) -> None:
         """After an error: other buckets may be under way, and their memory is not free until they have arrived or failed too."""
@@ -333,43 +393,106 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         for _, parameter in self._sparse:
             parameter.grad = None
 
-    def _hand_out(self, end: RoundEnd) -> RoundResult:
+    def _hand_out(self, end: RoundEnd, crosses: bool) -> RoundResult:
+        """The round is closed: gradients become what everybody's are together, or (`crosses`) will when they have come."""
         closing, closing_shares = self.closing.read()
         if closing.failed:
-            self._commit_or_discard(good=False)
+            self._end_all(good=False)
             self._give_up(end.participation)
             return RoundResult(combined=False, anybody_present=closing.present > 0)
         notes, shares = self._notes_of_buckets(closing, closing_shares)
         used = [[share > 0 for share in each] for each in shares]
         if closing.late:
             self._add_late(end, used)
-        for bucket, note in zip(self.buckets, notes, strict=True):
-            weight = note.weight if bucket.is_precise else (closing.weight if note.weight else 1.0)
-            if weight not in (1.0, 0.0) and bucket.compression.hands_out == "mean":
-                bucket.gradients.div_(weight)
-            if closing.infinite:
-                bucket.gradients.fill_(torch.nan)
-        self._take_back(used)
-        self._commit_or_discard(good=not closing.infinite and closing.present > 0)
-        for bucket, flags in zip(self.buckets, used, strict=True):
-            bucket.hand_out(flags)
+        if crosses:
+            assert self._crossing is not None
+            self._closing_notes = closing
+            self._crossing.begin(self.buckets[:-1], used[:-1])
+        else:
+            for bucket, note, flags in zip(self.buckets, notes, used, strict=True):
+                self._finish(bucket, note, closing, flags)
+                bucket.hand_out(flags)
+        self._infinite = False
         if closing.present:
             self._job.ledger.count_round(staleness=0)  # everybody's contribution is of this very round
         self._combine_sparse(self._weight(end.participation), closing.weight)
         if self._finite is not None:
             sparse = (p.grad for _, p in self._sparse if p.grad is not None)
             self._finite.conclude(self._job, [*(bucket.gradients for bucket in self.buckets), *sparse])
+        assert self._planner is not None
+        arrange_anew = self._planner.round_ended([name for bucket in self.buckets for name in bucket.names], sum(shares, []))
+        self.profile = self._planner.profile
         lowest = min((share for each in shares for share in each), default=1.0)
         return RoundResult(
             combined=True,
             anybody_present=closing.present > 0,
             some_unused=lowest < 1.0 - 0.5 / self._job.world_size or not all(all(bucket.used) for bucket in self.buckets),
             final=self._is_lossy and not closing.infinite,
+            arrange_anew=arrange_anew,
         )
+
+    def _finish(self, bucket: ReducedBucket, note: Notes, closing: Notes, used: Sequence[bool]) -> None:
+        """A bucket has arrived, and the round is closed: what is in it becomes the gradients, and what its exchange proposed the
+        state of its compression."""
+        weight = note.weight if bucket.is_precise else (closing.weight if note.weight else 1.0)
+        if weight not in (1.0, 0.0) and bucket.compression.hands_out == "mean":
+            bucket.gradients.div_(weight)
+        if closing.infinite:
+            bucket.gradients.fill_(torch.nan)
+        if bucket.turn is not None and not all(used):
+            # A parameter without a gradient anywhere keeps p.grad = None, so what was said of it in this round is not heard.
+            places = zip(bucket.layout.places, used, strict=True)
+            bucket.turn.state.keep_as_it_was([place for place, somewhere in places if not somewhere])
+        self._end_exchange(bucket, good=not closing.infinite and closing.present > 0)
+
+    # -- across the barrier -------------------------------------------------------------------------------------------
+
+    @property
+    def _is_crossing(self) -> bool:
+        """Whether rounds are left under way when backward ends. The first ones are not: it is watched how the model computes."""
+        return self._crossing is not None and self._planner is not None and not self._planner.is_watching
+
+    def _wait_for_one(self, bucket: ReducedBucket) -> None:
+        self._wait([bucket])
+
+    def _finish_crossing(self, bucket: ReducedBucket, used: Sequence[bool]) -> None:
+        try:
+            self._finish(bucket, self._closing_notes, self._closing_notes, used)
+        finally:
+            bucket.turn = bucket.exchange = None
+
+    def _drop(self, bucket: ReducedBucket) -> None:
+        self._end_exchange(bucket, good=False)
+        bucket.turn = bucket.exchange = None
+
+    def round_begins(self) -> None:
+        if self._crossing is not None:
+            self._stale = self._crossing.stale
+            self._crossing.settle_all()
+
+    def is_stale(self, parameter: Tensor) -> bool:
+        return parameter in self._stale or (self._crossing is not None and self._crossing.is_stale(parameter))
+
+    def before_use(self, parameters: Iterable[Tensor]) -> None:
+        if self._crossing is not None:
+            self._crossing.settle(parameters)
+
+    def before_load(self) -> None:
+        if self._crossing is not None:
+            self._crossing.settle_or_forget()
+
+    def before_step(self, optimizer: Optimizer) -> Set[Tensor] | None:
+        return EVERYBODY if self._crossing is None else self._crossing.note_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self._crossing is not None:
+            self._crossing.step_taken()
+
+    # -- notes --------------------------------------------------------------------------------------------------------
 
     def _notes_of_buckets(self, closing: Notes, shares: list[float]) -> tuple[list[Notes], list[list[float]]]:
         """Each bucket's own; or, where compressed payloads carry none, what the closing bucket says for all of them."""
-        if not self._is_lossy:
+        if not self._closing_notes_all:
             read = [bucket.read() for bucket in self.buckets[:-1]]
             return [note for note, _ in read] + [closing], [share for _, share in read] + [shares]
         bounds = [0]
@@ -407,25 +530,23 @@ class SynchronousAllReduce(Training[ReducedBucket]):
 
     # -- what compressions remember -----------------------------------------------------------------------------------
 
-    def _take_back(self, used: list[list[bool]]) -> None:
-        """A parameter without a gradient anywhere keeps `p.grad = None`, so what was said of it in this round is not heard."""
-        for bucket, flags in zip(self.buckets, used, strict=True):
-            if bucket.turn is not None and not all(flags):
-                places = zip(bucket.layout.places, flags, strict=True)
-                bucket.turn.state.keep_as_it_was([place for place, somewhere in places if not somewhere])
+    def _end_exchange(self, bucket: ReducedBucket, *, good: bool) -> None:
+        """What the exchange of a bucket proposed becomes the state, or is forgotten."""
+        if bucket.turn is not None and bucket.state is not None:
+            if good:
+                bucket.turn.state.commit()
+                bucket.state.rounds = bucket.turn.state.rounds
+            else:
+                bucket.turn.state.discard()
 
-    def _commit_or_discard(self, *, good: bool) -> None:
-        """The round has ended: what it proposed becomes the state, or is forgotten."""
+    def _end_all(self, *, good: bool) -> None:
         self._infinite = False
         for bucket in self.buckets:
-            if bucket.turn is not None and bucket.state is not None:
-                if good:
-                    bucket.turn.state.commit()
-                    bucket.state.rounds = bucket.turn.state.rounds
-                else:
-                    bucket.turn.state.discard()
+            self._end_exchange(bucket, good=good)
 
     def state(self) -> TrainingState:
+        if self._crossing is not None:
+            self._crossing.settle_all()
         own, shared = compression_state.export(self.buckets)
         rounds = next((bucket.state.rounds for bucket in self.buckets if bucket.state is not None), 0)
         return TrainingState(rounds, self._remembered[0] | own, self._remembered[1] | shared)
@@ -434,6 +555,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         return compression_state.check(saved, self.buckets)
 
     def load_state(self, state: TrainingState) -> None:
+        self.before_load()
         for bucket in self.buckets:
             bucket.forget()
         self._restore(state)

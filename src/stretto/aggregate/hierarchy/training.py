@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto.aggregate.all_reduce import compression_state
-from stretto.aggregate.all_reduce.admission import check_compression, check_payloads
+from stretto.aggregate.all_reduce.admission import check_compression, check_crossing, check_payloads
 from stretto.aggregate.all_reduce.bucket import ReducedBucket, make_buckets
 from stretto.aggregate.all_reduce.exchange import MOST, Steps, UnderWay, side_by_side
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
@@ -69,7 +69,8 @@ class SynchronousHierarchy(SynchronousAllReduce):
         super().__init__(strategy, job, setting)
         if self.state_text is not None:
             self.state_text += " between hosts"
-        self.no_join = None
+        if self._crossing is None:
+            self.no_join = None
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
@@ -78,6 +79,7 @@ class SynchronousHierarchy(SynchronousAllReduce):
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
         check_compression(model, optimizers, strategy)
+        check_crossing(optimizers, strategy)
 
     def _find_group(self) -> tuple[Group, str]:
         return self._hosts.across, _hierarchy_of(self._strategy).outer.algorithm
@@ -122,7 +124,7 @@ class SynchronousHierarchy(SynchronousAllReduce):
 
     def _make_buckets(self, dense: Sequence[Named]) -> list[ReducedBucket]:
         self._share_out(dense)
-        return make_buckets(dense, self._strategy.schedule, self._strategy.compress, owner_of=self._owner_of)
+        return make_buckets(dense, self._plan(dense, self._owner_of), self._strategy.compress, apart=self._closing_notes_all)
 
     def _share_out(self, dense: Sequence[Named]) -> None:
         """Give every parameter that has none an owner: the largest first, each to the one that has least."""
@@ -180,19 +182,21 @@ class SynchronousHierarchy(SynchronousAllReduce):
             Kind.BARRIER, nothing, "dissemination", name=name, label=self._label, part_of=this_round
         )
 
-    def _receive(self) -> None:
+    def _wait(self, buckets: Sequence[ReducedBucket]) -> None:
         try:
-            super()._receive()
+            super()._wait(buckets)
             if self._meeting is not None:
                 self._meeting.wait()
-            for device in {bucket.flat.device for bucket in self.buckets if bucket.notes_on_host}:
+            for device in {bucket.flat.device for bucket in buckets if bucket.notes_on_host}:
                 torch.cuda.current_stream(device).synchronize()
         except WireError:
             if self._cause is not None:
                 raise self._cause from None  # that is why
             raise
-        finally:
-            self._meeting = self._cause = None
+
+    def round_begins(self) -> None:
+        super().round_begins()
+        self._meeting = self._cause = None
 
     def close(self) -> None:
         super().close()
@@ -209,7 +213,7 @@ class SynchronousHierarchy(SynchronousAllReduce):
     def _combine(self, bucket: ReducedBucket, values: Tensor, number: int, label: str) -> UnderWay:
         fabric, notes = self._fabric, bucket.notes_on_host and values is bucket.on_wire
         if fabric is None:  # a job of one
-            yield from self._driver.drive(self._steps(bucket, values), number, label)
+            yield from self._driver.drive(self._steps(bucket, values), number, label, bucket.sending)
             return
         if notes:
             values[-len(bucket.tail) :].copy_(bucket.tail, non_blocking=True)
@@ -229,7 +233,7 @@ class SynchronousHierarchy(SynchronousAllReduce):
             yield from fabric.sum(place, values, scale, number, label)
             start, stop = area.share(self._hosts.within.rank, self._hosts.within.size)
             if start < stop:
-                yield from self._driver.drive(self._steps(bucket, values[start:stop]), number, label)
+                yield from self._driver.drive(self._steps(bucket, values[start:stop]), number, label, bucket.sending)
             yield from fabric.share(place, values, number, label)
         except WireError:
             raise  # all workers know
@@ -252,11 +256,10 @@ class SynchronousHierarchy(SynchronousAllReduce):
             yield Sum(share)
             share.mul_(1.0 / self._job.world_size)
 
-    def _commit_or_discard(self, *, good: bool) -> None:
-        super()._commit_or_discard(good=good)
-        for bucket in self.buckets:
-            if good and bucket.state is not None and bucket.turn is None:
-                bucket.state.rounds += 1  # as it does where the bucket is spoken for
+    def _end_exchange(self, bucket: ReducedBucket, *, good: bool) -> None:
+        super()._end_exchange(bucket, good=good)
+        if good and bucket.state is not None and bucket.turn is None:
+            bucket.state.rounds += 1  # as it does where the bucket is spoken for
 
     # -- what compressions remember -----------------------------------------------------------------------------------
 

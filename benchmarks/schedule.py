@@ -1,0 +1,130 @@
+"""What the order of transfers is worth: steps of an emulated accelerator on 4 lab hosts, against torch's DDP on gloo.
+
+    python benchmarks/schedule.py             an MLP of equal layers and a byte GPT, communication 0.3, 1 and 3 times computation
+    python benchmarks/schedule.py --quick     few rounds at rho 1: does the script work?
+
+On hosts without an accelerator computation and communication fight for the same cores, so what overlaps could not be judged:
+modules sleep instead (`schedule_worker.py`). The link's rate is chosen such that a ring all-reduce of all gradients takes rho
+times as long as computation. Predictions are those of `plan/simulate.py` with the profile that rank 0 recorded in this very run.
+Writes `schedule_MACHINE_DATE.json` and `.md`. Let the machine be idle. Needs the lab.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from pathlib import Path
+
+import harness
+import msgspec
+from harness import ratio
+from schedule_worker import DDP, DDP_SMALL, DDP_STATIC, ScheduleReport, ScheduleSettings, workloads
+from step_worker import LIMIT
+
+from stretto.bench.start import run_workers
+
+WORKER = Path(__file__).with_name("schedule_worker.py")
+BUCKETS, MERGED, PRIORITY, CARAMEL = "Buckets()", "Merged()", "Priority()", "Caramel()"
+SCHEDULES = {
+    name: f"Strategy(schedule={name})"
+    for name in (
+        BUCKETS, "Buckets(bytes=4194304)", "WaitFree()", "AfterBackward()", MERGED, "Priority(cross_barrier=False)", "Tac()",
+        PRIORITY, CARAMEL,
+    )
+}  # fmt: skip
+CROSSING = (PRIORITY, CARAMEL)
+RHOS = (0.3, 1.0, 3.0)
+
+
+def rate_for(settings: ScheduleSettings) -> str:
+    num_bytes = sum(parameter.nbytes for parameter in workloads()[settings.model].model().parameters())
+    on_link = 2 * num_bytes * (settings.workers - 1) / settings.workers
+    return f"{round(8 * on_link / (settings.rho * settings.compute_s) / 1e6)}mbit"
+
+
+def run(settings: ScheduleSettings) -> ScheduleReport:
+    settings = msgspec.structs.replace(settings, rate=rate_for(settings))
+    answer = run_workers(str(WORKER), settings, os.environ, workers=settings.workers, lab=True, rate=settings.rate)
+    return msgspec.json.decode(answer, type=ScheduleReport)
+
+
+def median_of(report: ScheduleReport, names: tuple[str, ...]) -> str:
+    """The fastest of these contenders."""
+    rows = {row.contender: row.seconds for row in report.rows}
+    return min(names, key=lambda name: statistics.median(rows[name]))
+
+
+def claims(report: ScheduleReport) -> list[str]:
+    settings, rows = report.settings, {row.contender: row for row in report.rows}
+    best, peer = median_of(report, CROSSING), median_of(report, (DDP, DDP_STATIC))
+    where, rounds, lines = f"{settings.model}, rho {settings.rho:g}", settings.rounds, []
+    least_ddp, least_own = (1.2, 1.1) if settings.rho == 1.0 else (1.0, 1.0)
+    for name, least in ((peer, least_ddp), (BUCKETS, least_own), (DDP_SMALL, 1.0)):
+        found = ratio(rows[name].seconds, rows[best].seconds)
+        lines.append(f"| {where} | {best}, x {name}, at least | {least:.2f} | {found} | {found.at_least(least, rounds)} |")
+    if settings.rho == 1.0:
+        alpha = alpha_of(report, best)
+        lines.append(f"| {where} | alpha of {best}, at least | 0.75 | {alpha:.2f} | {harness.verdict(alpha >= 0.75)} |")
+    better = median_of(report, ("WaitFree()", "AfterBackward()"))
+    found = ratio(rows[better].seconds, rows[MERGED].seconds)
+    lines.append(f"| {where} | {MERGED}, x {better}, at least | 1.00 | {found} | {found.at_least(1.0, rounds)} |")
+    off = [(row.contender, row.predicted_s / statistics.median(row.seconds)) for row in report.rows if row.predicted_s]
+    if off:
+        worst = max(off, key=lambda one: abs(one[1] - 1))
+        shown = f"{worst[1]:.2f} ({worst[0]})"
+        lines.append(
+            f"| {where} | predicted over measured, the worst, within | 0.90 to 1.10 | {shown} | "
+            f"{harness.verdict(abs(worst[1] - 1) <= 0.1)} |"
+        )
+    return lines
+
+
+def alpha_of(report: ScheduleReport, name: str) -> float:
+    """(N + C - T) / min(N, C), with N the time that the bytes need at the link's rate and C a step without communication."""
+    rows = {row.contender: statistics.median(row.seconds) for row in report.rows}
+    n, c, t = report.settings.rho * report.settings.compute_s, rows[LIMIT], rows[name]
+    return (n + c - t) / min(n, c)
+
+
+def rows_of(report: ScheduleReport) -> list[str]:
+    settings = report.settings
+    base = next(row.seconds for row in report.rows if row.contender == DDP)
+    title = (
+        f"{workloads()[settings.model].text}, rho {settings.rho:g}: {settings.compute_s * 1e3:.0f} ms, links of {settings.rate}"
+    )
+    lines = ["", f"## {title}", "", *harness.table("contender", "step, ms", "x DDP", "transfers", "predicted, ms")]
+    for row in sorted(report.rows, key=lambda row: statistics.median(row.seconds)):
+        predicted = "" if row.predicted_s is None else f"{1e3 * row.predicted_s:.0f}"
+        lines.append(
+            f"| {row.contender} | {1e3 * statistics.median(row.seconds):.0f} | {ratio(base, row.seconds)} "
+            f"| {row.num_transfers or ''} | {predicted} |"
+        )
+    return lines
+
+
+def main(arguments: list[str]) -> None:
+    parser = harness.parser("Steps with every schedule on 4 lab hosts with an emulated accelerator.", quick="2 rounds at rho 1")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--models", default="mlp,gpt", help=f"of {', '.join(workloads())}; with commas")
+    parser.add_argument("--rho", default=",".join(f"{rho:g}" for rho in RHOS), help="communication over computation; with commas")
+    options = parser.parse_args(arguments)
+    rounds, rhos = (2, [1.0]) if options.quick else (options.rounds, [float(rho) for rho in options.rho.split(",")])
+    reports = []
+    for model in options.models.split(","):
+        for rho in rhos:
+            print(f"--- {model}, rho {rho:g}", flush=True)
+            reports.append(run(ScheduleSettings(model=model, strategies=SCHEDULES, rho=rho, rounds=rounds, steps=2)))
+    judged = harness.table("where", "claim", "target", "measured", "verdict") + [line for r in reports for line in claims(r)]
+    first = reports[0]
+    text = [
+        *harness.heading("Order of transfers", first.date, harness.command_of("schedule", arguments), first.machine),
+        f"4 lab hosts, one worker each; an accelerator is emulated by modules that sleep. Median over {rounds} rounds of the "
+        "slowest rank's time per step; contenders take turns in each round. Above 1 means faster.", "", *judged,
+        *(line for report in reports for line in rows_of(report)),
+    ]  # fmt: skip
+    stem = harness.write("schedule", reports, text, first.date, first.machine, harness.folder_of(options))
+    harness.show(judged, stem)
+
+
+if __name__ == "__main__":
+    harness.run(main)
