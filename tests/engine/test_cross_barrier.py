@@ -644,6 +644,10 @@ def test_the_optimizers_of_torch_update_each_parameter_by_itself(name: str) -> N
     check_per_parameter(getattr(torch.optim, name)(mlp().parameters(), lr=0.1), "cross_barrier=True")
 
 
+def test_complex_parameters_can_be_tried_out_too() -> None:
+    check_per_parameter(torch.optim.Adam([torch.ones(2, dtype=torch.complex64, requires_grad=True)]), "cross_barrier=True")
+
+
 def test_what_does_not_go_with_crossing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"native.*(.|\n)*AllReduce\(\)"):
         Strategy(aggregate=AllReduce("native"), schedule=Priority())

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from stretto.distributing import no_sync, synchronize
+from stretto.distributing import find_engine, no_sync, synchronize
 
 BATCH = 84  # divisible by every world size
 WIDTH = 6
@@ -273,6 +273,8 @@ def whole_checkpointed_twice(model: nn.Module, x: Tensor, number: int) -> None:
 
 def clipped(model: nn.Module, x: Tensor, number: int) -> None:
     plain_step(model, x, number)
+    if (engine := find_engine(model)) is not None:
+        engine.settle()  # as optimizer.synchronize() does
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 

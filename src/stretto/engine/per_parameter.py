@@ -98,11 +98,13 @@ def _small(parameter: Tensor, seed: int) -> Tensor:
 def _gradient(parameter: Tensor, number: int, place: int) -> Tensor:
     """Some hundred times larger for every further parameter, and different in every step."""
     with torch.no_grad():
-        return (torch.sin(parameter.float() * 3 + number) * 100.0 ** (place % 3)).to(parameter.dtype)
+        wide = parameter if parameter.is_complex() else parameter.float()
+        return (torch.sin(wide * 3 + number) * 100.0 ** (place % 3)).to(parameter.dtype)
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one.detach().double(), other.detach().double(), rtol=1e-5, atol=1e-7)
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    return torch.allclose(one.detach().to(wide), other.detach().to(wide), rtol=1e-5, atol=1e-7)
 
 
 def _copy(value: Any) -> Any:
