@@ -110,6 +110,10 @@ class Contender(TrainedModel):
                 bucket_cap_mb=4 if name == DDP_SMALL else None,
             )
 
+    def settle(self) -> None:
+        if (engine := find_engine(self.core)) is not None:
+            engine.settle()
+
 
 def measure(job: Job, settings: ScheduleSettings) -> ScheduleReport:
     torch.set_num_threads(1)
@@ -121,11 +125,17 @@ def measure(job: Job, settings: ScheduleSettings) -> ScheduleReport:
     for contender in contenders:
         for _ in range(WARM_UP):
             contender.step(batch)
+        contender.settle()
     check_equal(job, [contender for contender in contenders if contender.name != LIMIT])
 
     def turn(contender: Contender) -> float:
+        """A step that does not count comes first: across the barrier it leaves under way what the next one waits for. What the
+        last one leaves is waited for afterwards, so that it is in nobody's way."""
         job.barrier()
-        return timed(lambda: contender.step(batch), batch.device, settings.steps)
+        contender.step(batch)
+        seconds = timed(lambda: contender.step(batch), batch.device, settings.steps)
+        contender.settle()
+        return seconds
 
     engines = [engine for each in contenders if (engine := find_engine(each.core)) is not None]
     profile = next((engine.training.profile for engine in engines if engine.training.profile is not None), None)

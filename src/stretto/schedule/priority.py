@@ -11,10 +11,10 @@ Left to us (None), `credit` is one part and `partition` follows the network. A c
 2 (P - 1) in a ring of P workers, and at each an urgent message waits for at most `credit` and what the wire has buffered, about
 two parts. With S bytes in all, b seconds per byte and theta seconds for each part, what parts cost and what the urgent waits for
 are together (S / partition) theta + 4 (P - 1) b partition, which is least at sqrt(S theta / 4 (P - 1) b): 0.1 MB for 17 MB
-between four workers at 500 Mbit/s with theta = 0.17 ms. (Measured there, step times: parts of 128 KiB with a credit of one part
-530 ms, of 256 KiB 550, with a credit of two 590; 440 without communication.) On the simulator this is compared with larger
-parts and with none, and what shares a transfer is tried out: few or many small neighbours, or what `Merged` would merge. So then
-a simulated step is never longer than with `Merged`.
+between four workers at 500 Mbit/s with theta = 0.17 ms. (Steps there were shortest with parts of 128 KiB and a credit of one,
+longer with 256 KiB, and longest with a credit of two.) On the simulator this is compared with larger parts and with none, and
+what shares a transfer is tried out: few or many small neighbours, or what `Merged` would merge. So then a simulated step is
+never longer than with `Merged`.
 
 Cost:      S / partition parts, and their start-ups; five simulated steps to plan, 15 if the partition is left to us.
 Invariant: all parts of all transfers are sent once; the most urgent of those that are ready is the next to start.
