@@ -102,7 +102,7 @@ def _without_ours(state: Any, ours: tuple[str, ...]) -> Any:
     plain = {name: value for name, value in state.items() if name not in (*ours, APPLY)}
     removed: set[int] = set()
     for name in _HOOKS:
-        kept = OrderedDict((number, hook) for number, hook in plain.get(name, {}).items() if not _is_ours(hook))
+        kept = OrderedDict((number, hook) for number, hook in plain.get(name, {}).items() if not is_ours(hook))
         removed |= plain.get(name, {}).keys() - kept.keys()
         plain[name] = kept
     for name in _ABOUT_HOOKS:
@@ -110,5 +110,6 @@ def _without_ours(state: Any, ours: tuple[str, ...]) -> Any:
     return plain
 
 
-def _is_ours(hook: object) -> bool:
+def is_ours(hook: object) -> bool:
+    """Whether a hook is one of stretto's and not the user's."""
     return str(getattr(hook, "__module__", "")).startswith("stretto.")

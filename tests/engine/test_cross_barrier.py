@@ -22,6 +22,7 @@ from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.planning import ROUNDS_BETWEEN, ROUNDS_TO_WATCH
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.hierarchy import Hierarchy
+from stretto.api import _leave_at_exit
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.power_sgd import PowerSGD
 from stretto.compress.top_k import TopK
@@ -35,7 +36,7 @@ from stretto.plan.profile import StepProfile
 from stretto.plan.transfers import Gradient, TransferPlan
 from stretto.schedule.caramel import Caramel
 from stretto.schedule.merged import Merged
-from stretto.schedule.orders import WaitFree
+from stretto.schedule.orders import AfterBackward, WaitFree
 from stretto.schedule.priority import Priority
 from stretto.schedule.tictac import Tac, Tic
 from stretto.strategy import Strategy
@@ -887,6 +888,57 @@ def test_a_weight_that_was_read_too_early_gives_nobody_a_step() -> None:
         torch.autograd.backward(loss_of(model, job, WATCHED + 2))
         optimizer.step()
         assert not torch.equal(kept["second.weight"], state_of(model)["second.weight"])
+
+    run_jobs(2, program)
+
+
+class OneTransfer(Separately):
+    """All parameters together: the first module that is called brings all of them up to date."""
+
+    __slots__ = ()
+
+    def plan(self, gradients: Sequence[Gradient], profile: StepProfile | None) -> TransferPlan:
+        return AfterBackward().plan(gradients, None)
+
+
+class Regularised(LateReader):
+    """Adds a weight up by hand, before any module is called; autograd keeps nothing of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.by_hand:
+            return super().forward(x)
+        total = self.second.weight.sum()
+        out: Tensor = self.first(x) + total
+        return out
+
+
+def test_a_weight_that_was_updated_after_it_was_read_by_hand_is_noticed() -> None:
+    def program(job: Job) -> None:
+        model: Regularised = seeded(Regularised)
+        optimizer = begin(job, model, Strategy(aggregate=RING, schedule=OneTransfer()))
+        torch.autograd.backward(loss_of(model, job, WATCHED))
+        optimizer.step()
+        optimizer.zero_grad()
+        model.by_hand = True
+        with pytest.raises(ConfigurationError, match=r"has read second.weight before it was brought up to date"):
+            torch.autograd.backward(loss_of(model, job, WATCHED + 1))
+        assert crossing_of(model).is_over
+
+    run_jobs(2, program)
+
+
+def test_a_program_that_ends_waits_for_its_last_step() -> None:
+    """Others may need the messages of this worker to take theirs."""
+
+    def program(job: Job) -> None:
+        model = mlp()
+        optimizer = begin(job, model)
+        torch.autograd.backward(loss_of(model, job, WATCHED))
+        optimizer.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        assert not crossing_of(model).is_over
+        _leave_at_exit(job)
+        assert crossing_of(model).is_over and not any(map(torch.equal, before, model.parameters()))
 
     run_jobs(2, program)
 

@@ -20,7 +20,7 @@ from engine.worker import RING, assert_equal_everywhere, data, loss_of, mlp, see
 from stretto import strategy as strategy_module
 from stretto.checkpoint import load, save
 from stretto.distributing import distribute, engine_of, synchronize
-from stretto.engine.bucket import Bucket, group_parameters
+from stretto.engine.bucket import Bucket
 from stretto.engine.training import (
     EVERYBODY,
     NOBODY,
@@ -92,7 +92,7 @@ class BoardTraining(Training[Bucket]):
 
     def arrange(self, dense: Sequence[Named], sparse: Sequence[Named]) -> Sequence[Bucket]:
         self.calls.append("arrange")
-        groups = group_parameters(dense, 0, 0, lambda name, parameter: None)
+        groups = [[named] for named in reversed(dense)]
         first = groups[0][0][1]
         self.buckets = [Bucket(group, first.dtype, first.device) for group in groups]
         return self.buckets

@@ -33,8 +33,8 @@ from stretto.job import Job
 from stretto.parsing import parse
 from stretto.plan.choose import Choices
 from stretto.plan.costs import LinkCosts
-from stretto.schedule.orders import AfterBackward, Buckets, Schedule, WaitFree
-from stretto.strategy import Strategy
+from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
+from stretto.strategy import Schedule, Strategy
 from stretto.testing import run_jobs
 
 SIZES = [pytest.param(size, marks=[pytest.mark.slow] if size in (2, 4) else []) for size in (1, 2, 3, 4, 7)]

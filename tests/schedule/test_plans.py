@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from step_profiles import chain_profile, chain_profiles, gradients_of
-from stretto.engine.bucket import group_parameters
 from stretto.errors import ConfigurationError
 from stretto.parsing import parse
 from stretto.plan.profile import StepProfile, TransferCost
@@ -128,8 +128,28 @@ def test_priorities_are_in_the_order_of_first_use(profile: StepProfile, schedule
     assert first == sorted(first)
 
 
+def buckets_by_hand(gradients: Sequence[Gradient], schedule: Any) -> list[tuple[str, ...]]:
+    """The rule in other words: kind by kind, close a bucket when it has reached its limit; the first one that is closed, of any
+    kind, has a limit of its own. In the order in which they are closed, then those that are left, by when they were begun."""
+    first, each = {AfterBackward: (None, None), WaitFree: (0, 0)}.get(type(schedule), (None, None))
+    if isinstance(schedule, Buckets):
+        first, each = min(schedule.first_bytes, schedule.bytes), schedule.bytes
+    closed: list[list[Gradient]] = []
+    left: list[list[Gradient]] = []
+    for gradient in gradients[::-1]:
+        mine = next((bucket for bucket in left if bucket[0].kind == gradient.kind), None)
+        if mine is None:
+            left.append(mine := [])
+        mine.append(gradient)
+        limit = each if closed else first
+        if limit is not None and sum(member.num_bytes for member in mine) >= limit:
+            closed.append(mine)
+            left = [bucket for bucket in left if bucket is not mine]
+    return [tuple(gradient.name for gradient in bucket) for bucket in (*closed, *left)]
+
+
 @pytest.mark.parametrize("schedule", OLD, ids=repr)
-def test_buckets_are_the_groups_that_the_engine_makes(schedule: Any) -> None:
+def test_buckets_are_filled_in_reverse_order_of_registration_and_kind_by_kind(schedule: Any) -> None:
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
         count = int(torch.randint(1, 40, (), generator=generator))
@@ -139,10 +159,9 @@ def test_buckets_are_the_groups_that_the_engine_makes(schedule: Any) -> None:
             (f"p{i}", torch.empty(size, dtype=dtype, device="meta"))
             for i, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))
         ]
-        groups = group_parameters(named, schedule.first_bucket_bytes, schedule.bucket_bytes, lambda name, tensor: name[-1] == "7")
         gradients = [Gradient(name, p.numel() * p.element_size(), f"{p.dtype} {name[-1] == '7'}") for name, p in named]
         plan = schedule.plan(gradients, None)
-        assert names(plan) == [tuple(name for name, _ in group) for group in groups]
+        assert names(plan) == buckets_by_hand(gradients, schedule)
         assert plan.early == (not isinstance(schedule, AfterBackward))
 
 

@@ -13,7 +13,7 @@ else still holds a part, the bucket takes new memory and leaves the old to its h
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
@@ -204,27 +204,3 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def group_parameters(
-    named: Sequence[tuple[str, Tensor]],
-    first_bytes: int | None,
-    bytes_each: int | None,
-    kind: Callable[[str, Tensor], Hashable],
-) -> list[list[tuple[str, Tensor]]]:
-    """Parameters in reverse order of registration, the order in which gradients come, cut into groups of about `bytes_each`
-    (None: without a limit), the first of `first_bytes`. A group has one dtype of gradients, one device and one `kind`."""
-    filling: dict[Hashable, list[tuple[str, Tensor]]] = {}
-    sizes: dict[Hashable, int] = {}
-    groups: list[list[tuple[str, Tensor]]] = []
-    limit = first_bytes
-    for name, parameter in reversed(named):
-        dtype = gradient_dtype(parameter)
-        key = (dtype, parameter.device, kind(name, parameter))
-        filling.setdefault(key, []).append((name, parameter))
-        sizes[key] = sizes.get(key, 0) + parameter.numel() * dtype.itemsize
-        if limit is not None and sizes[key] >= limit:
-            groups.append(filling.pop(key))
-            sizes[key] = 0
-            limit = bytes_each
-    return groups + list(filling.values())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.engine.postponed_step import plain_step
+from stretto.engine.postponed_step import copy_option, plain_step
 from stretto.errors import ConfigurationError
 
 STEPS = 3
@@ -62,7 +62,7 @@ class _Trial:
         self.parameters = [parameter for each in small for parameter in each]
         self._optimizer = type(like)([{"params": each} for each in small], **defaults)
         for mine, theirs in zip(self._optimizer.param_groups, groups, strict=True):
-            mine.update({key: _copy(value) for key, value in theirs.items() if key != "params"})
+            mine.update({key: copy_option(value) for key, value in theirs.items() if key != "params"})
         self._options = self._options_now()
 
     def step_all(self, number: int) -> None:
@@ -105,7 +105,3 @@ def _gradient(parameter: Tensor, number: int, place: int) -> Tensor:
 def _is_close(one: Tensor, other: Tensor) -> bool:
     wide = torch.complex128 if one.is_complex() else torch.float64
     return torch.allclose(one.detach().to(wide), other.detach().to(wide), rtol=1e-5, atol=1e-7)
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -14,6 +14,7 @@ from stretto.engine.gradient_under_way import GradientUnderWay
 from stretto.engine.training import Named, Training
 from stretto.engine.watch import Watch
 from stretto.engine.weak_hook import Orphan, when_accumulated
+from stretto.plain_state import is_ours
 
 
 class Places:
@@ -53,7 +54,7 @@ class Places:
         hooks = [p._post_accumulate_grad_hooks for p in bucket.parameters]
         if max(map(len, hooks)) == 1:
             return False
-        return any(_is_users(next(reversed(mine.values()))) for mine in hooks)
+        return not all(is_ours(next(reversed(mine.values()))) for mine in hooks)
 
     def holds_result(self, parameter: Tensor) -> bool:
         """Whether the gradient is what a round has left there. A mean of means is the mean only without loss: a new gradient of
@@ -88,11 +89,6 @@ class Places:
     def drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-
-
-def _is_users(hook: object) -> bool:
-    """Whether a hook is none of ours: the engine's, or one that takes times."""
-    return not str(getattr(hook, "__module__", "")).startswith("stretto.")
 
 
 def _sparse_parameters(model: nn.Module) -> set[Tensor]:

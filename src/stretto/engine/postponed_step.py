@@ -31,7 +31,7 @@ class PostponedStep:
     def __init__(self, optimizer: Optimizer, parameters: set[Tensor]) -> None:
         self._optimizer = optimizer
         self._options = [
-            {key: _copy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+            {key: copy_option(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
         self.waiting = {  # parameter -> the number of its group
             parameter: number
@@ -108,5 +108,6 @@ def plain_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     return wrapped if getattr(step, "hooked", False) else step
 
 
-def _copy(value: Any) -> Any:
+def copy_option(value: Any) -> Any:
+    """As it is now: a learning rate that is a tensor changes in place."""
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -34,6 +34,7 @@ from stretto.engine.admission import check_optimizer
 from stretto.engine.postponed_step import is_taking_step
 from stretto.engine.weak_hook import owners
 from stretto.job import Job
+from stretto.plain_state import is_ours
 
 if TYPE_CHECKING:
     from stretto.engine.engine import Engine
@@ -110,11 +111,7 @@ def can_be_postponed(optimizer: Optimizer, engine: Engine) -> bool:
     if not any(optimizer is given for given in engine.loop.optimizers):
         return False
     before, after = optimizer._optimizer_step_pre_hooks.values(), optimizer._optimizer_step_post_hooks.values()
-    return not any(_is_users(hook) for hook in (*before, *after))
-
-
-def _is_users(hook: Any) -> bool:
-    return not str(getattr(hook, "__module__", "")).startswith("stretto.")
+    return all(map(is_ours, (*before, *after)))
 
 
 def look_before_step(engine: Engine, optimizer: Optimizer) -> None:

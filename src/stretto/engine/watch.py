@@ -10,14 +10,18 @@ gradient are only read when that has been seen (`closely`).
 
 from __future__ import annotations
 
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 # `_cdata`: torch.utils.swap_tensors puts another tensor into the same Python object, without the hooks of the first.
-KIND = attrgetter("dtype", "device", "_cdata", *(["grad_dtype"] if hasattr(Tensor, "grad_dtype") else []))
+_KINDS = ("dtype", "device", "_cdata", *(["grad_dtype"] if hasattr(Tensor, "grad_dtype") else []))
+KIND = attrgetter(*_KINDS)
+_EACH_KIND = [attrgetter(name) for name in _KINDS]  # one after the other: a thousand tuples would set off the garbage collector
+_VALUES = methodcaller("values")
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -65,16 +69,17 @@ class Watch:
 
     def members(self) -> list[nn.Module | Tensor | None]:
         """Every child and parameter that the tables hold now."""
-        return [member for table in self._tables for member in table.values()]
+        return list(chain.from_iterable(map(_VALUES, self._tables)))
 
     def _other_members(self) -> bool:
-        now, before = self.members(), self._members_before
-        return len(now) != len(before) or not all(map(is_, now, before))
+        before = self._members_before
+        now = chain.from_iterable(map(_VALUES, self._tables))
+        return sum(map(len, self._tables)) != len(before) or not all(map(is_, now, before))
 
     def _look(self) -> tuple[Any, ...]:
         """While the members are the same."""
         return (
-            list(map(KIND, self._firsts)),  # what converts a module converts all of it
+            [list(map(get, self._firsts)) for get in _EACH_KIND],  # what converts a module converts all of it
             list(map(Tensor.stride, self._laid_out)),  # what makes a module channels-last changes images alone
             any(self._empty),
             any(p.requires_grad for p in self._frozen),

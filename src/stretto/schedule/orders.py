@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from stretto.errors import ConfigurationError
 from stretto.plan.profile import StepProfile
@@ -21,66 +22,44 @@ from stretto.plan.transfers import Gradient, TransferPlan
 from stretto.schedule.readiness import MIB, fill_buckets, make_transfer
 
 
+class FixedOrder:
+    """What follows from the parameters alone: nothing is measured, and backward is the end of the step's communication."""
+
+    __slots__ = ()
+    cross_barrier: ClassVar[bool] = False
+    needs_profile: ClassVar[bool] = False
+    early: ClassVar[bool] = True
+
+    def limits(self) -> tuple[int | None, int | None]:
+        """From how many bytes on the first bucket is full, and every further one; None: never."""
+        raise NotImplementedError
+
+    def plan(self, gradients: Sequence[Gradient], profile: StepProfile | None) -> TransferPlan:
+        """A profile changes nothing."""
+        transfers = tuple(make_transfer(bucket) for bucket in fill_buckets(gradients, *self.limits()))
+        return TransferPlan(schedule=repr(self), transfers=transfers, early=self.early)
+
+
 @dataclass(frozen=True, slots=True)
-class AfterBackward:
+class AfterBackward(FixedOrder):
     """One collective of everything (per dtype and device), begun when backward has ended."""
 
-    @property
-    def bucket_bytes(self) -> int | None:
-        return None
+    early: ClassVar[bool] = False
 
-    @property
-    def first_bucket_bytes(self) -> int | None:
-        return None
-
-    @property
-    def waits_for_backward(self) -> bool:
-        return True
-
-    @property
-    def cross_barrier(self) -> bool:
-        return False
-
-    @property
-    def needs_profile(self) -> bool:
-        return False
-
-    def plan(self, gradients: Sequence[Gradient], profile: StepProfile | None) -> TransferPlan:
-        """A profile changes nothing."""
-        return _plan(self, gradients)
+    def limits(self) -> tuple[int | None, int | None]:
+        return None, None
 
 
 @dataclass(frozen=True, slots=True)
-class WaitFree:
+class WaitFree(FixedOrder):
     """One collective per parameter, begun as soon as its gradient is there."""
 
-    @property
-    def bucket_bytes(self) -> int | None:
-        return 0
-
-    @property
-    def first_bucket_bytes(self) -> int | None:
-        return 0
-
-    @property
-    def waits_for_backward(self) -> bool:
-        return False
-
-    @property
-    def cross_barrier(self) -> bool:
-        return False
-
-    @property
-    def needs_profile(self) -> bool:
-        return False
-
-    def plan(self, gradients: Sequence[Gradient], profile: StepProfile | None) -> TransferPlan:
-        """A profile changes nothing."""
-        return _plan(self, gradients)
+    def limits(self) -> tuple[int | None, int | None]:
+        return 0, 0
 
 
 @dataclass(frozen=True, slots=True)
-class Buckets:
+class Buckets(FixedOrder):
     """Collectives of about `bytes` each, the first of at most `first_bytes`."""
 
     bytes: int = 25 * MIB
@@ -96,38 +75,5 @@ class Buckets:
                     f"parameter WaitFree(), for a single one AfterBackward()."
                 )
 
-    @property
-    def bucket_bytes(self) -> int | None:
-        return self.bytes
-
-    @property
-    def first_bucket_bytes(self) -> int | None:
-        return min(self.first_bytes, self.bytes)
-
-    @property
-    def waits_for_backward(self) -> bool:
-        return False
-
-    @property
-    def cross_barrier(self) -> bool:
-        return False
-
-    @property
-    def needs_profile(self) -> bool:
-        return False
-
-    def plan(self, gradients: Sequence[Gradient], profile: StepProfile | None) -> TransferPlan:
-        """A profile changes nothing."""
-        return _plan(self, gradients)
-
-
-Schedule = AfterBackward | WaitFree | Buckets
-
-
-def _plan(schedule: Schedule, gradients: Sequence[Gradient]) -> TransferPlan:
-    buckets = fill_buckets(gradients, schedule.first_bucket_bytes, schedule.bucket_bytes)
-    return TransferPlan(
-        schedule=repr(schedule),
-        transfers=tuple(make_transfer(bucket) for bucket in buckets),
-        early=not schedule.waits_for_backward,
-    )
+    def limits(self) -> tuple[int | None, int | None]:
+        return min(self.first_bytes, self.bytes), self.bytes
