@@ -2,6 +2,7 @@
 
     python benchmarks/schedule.py             an MLP of equal layers and a byte GPT, communication 0.3, 1 and 3 times computation
     python benchmarks/schedule.py --quick     few rounds at rho 1: does the script work?
+    python benchmarks/schedule.py --device cuda     models of more than 100 M parameters; the hosts share the GPU
 
 On hosts without an accelerator computation and communication fight for the same cores, so what overlaps could not be judged:
 modules sleep instead (`schedule_worker.py`). The link's rate is chosen such that a ring all-reduce of all gradients takes rho
@@ -18,6 +19,7 @@ from pathlib import Path
 import harness
 import msgspec
 from harness import ratio
+from msgspec.structs import replace
 from schedule_worker import DDP, DDP_SMALL, DDP_STATIC, ScheduleReport, ScheduleSettings, workloads
 from step_worker import LIMIT
 
@@ -37,13 +39,18 @@ RHOS = (0.3, 1.0, 3.0)
 
 
 def rate_for(settings: ScheduleSettings) -> str:
-    num_bytes = sum(parameter.nbytes for parameter in workloads()[settings.model].model().parameters())
+    num_bytes = sum(parameter.nbytes for parameter in workloads(settings.device)[settings.model].model().parameters())
     on_link = 2 * num_bytes * (settings.workers - 1) / settings.workers
     return f"{round(8 * on_link / (settings.rho * settings.compute_s) / 1e6)}mbit"
 
 
+def computing_s(settings: ScheduleSettings) -> float:
+    """A step without communication, of workers that share a GPU."""
+    report = run(replace(settings, strategies={}, peers=(LIMIT,), rounds=5))
+    return statistics.median(report.rows[0].seconds)
+
+
 def run(settings: ScheduleSettings) -> ScheduleReport:
-    settings = msgspec.structs.replace(settings, rate=rate_for(settings))
     answer = run_workers(str(WORKER), settings, os.environ, workers=settings.workers, lab=True, rate=settings.rate)
     return msgspec.json.decode(answer, type=ScheduleReport)
 
@@ -89,9 +96,8 @@ def alpha_of(report: ScheduleReport, name: str) -> float:
 def rows_of(report: ScheduleReport) -> list[str]:
     settings = report.settings
     base = next(row.seconds for row in report.rows if row.contender == DDP)
-    title = (
-        f"{workloads()[settings.model].text}, rho {settings.rho:g}: {settings.compute_s * 1e3:.0f} ms, links of {settings.rate}"
-    )
+    text = workloads(settings.device)[settings.model].text
+    title = f"{text}, rho {settings.rho:g}: {settings.compute_s * 1e3:.0f} ms, links of {settings.rate}"
     lines = ["", f"## {title}", "", *harness.table("contender", "step, ms", "x DDP", "transfers", "predicted, ms")]
     for row in sorted(report.rows, key=lambda row: statistics.median(row.seconds)):
         predicted = "" if row.predicted_s is None else f"{1e3 * row.predicted_s:.0f}"
@@ -105,25 +111,41 @@ def rows_of(report: ScheduleReport) -> list[str]:
 def main(arguments: list[str]) -> None:
     parser = harness.parser("Steps with every schedule on 4 lab hosts with an emulated accelerator.", quick="2 rounds at rho 1")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--models", default="mlp,gpt", help=f"of {', '.join(workloads())}; with commas")
+    parser.add_argument("--models", default="mlp,gpt", help=f"of {', '.join(workloads('cpu'))}; with commas")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the hosts share the GPU")
+    parser.add_argument("--schedules", default=";".join(SCHEDULES), help="some of them; with semicolons")
     parser.add_argument("--rho", default=",".join(f"{rho:g}" for rho in RHOS), help="communication over computation; with commas")
     options = parser.parse_args(arguments)
     rounds, rhos = (2, [1.0]) if options.quick else (options.rounds, [float(rho) for rho in options.rho.split(",")])
-    reports = []
+    harness.check(options.device, rounds)
+    chosen = {name: SCHEDULES[name] for name in options.schedules.split(";")}
+    reports: list[ScheduleReport] = []
     for model in options.models.split(","):
+        settings = ScheduleSettings(model=model, strategies=chosen, rounds=rounds, steps=2, device=options.device)
+        if options.device == "cuda":
+            settings = replace(settings, compute_s=computing_s(settings))
         for rho in rhos:
             print(f"--- {model}, rho {rho:g}", flush=True)
-            reports.append(run(ScheduleSettings(model=model, strategies=SCHEDULES, rho=rho, rounds=rounds, steps=2)))
+            at_rho = replace(settings, rho=rho)
+            reports.append(run(replace(at_rho, rate=rate_for(at_rho))))
+            write(reports, harness.command_of("schedule", arguments), harness.folder_of(options))
+
+
+def write(reports: list[ScheduleReport], command: str, folder: Path) -> None:
+    """What there is so far."""
+    first, settings = reports[0], reports[0].settings
+    gpu = first.machine.gpu if settings.device == "cuda" else None
+    how = "an accelerator is emulated by modules that sleep" if gpu is None else "all share the GPU"
     judged = harness.table("where", "claim", "target", "measured", "verdict") + [line for r in reports for line in claims(r)]
-    first = reports[0]
     text = [
-        *harness.heading("Order of transfers", first.date, harness.command_of("schedule", arguments), first.machine),
-        f"4 lab hosts, one worker each; an accelerator is emulated by modules that sleep. Median over {rounds} rounds of the "
-        "slowest rank's time per step; contenders take turns in each round. Above 1 means faster.", "", *judged,
+        *harness.heading("Order of transfers", first.date, command, first.machine, gpu),
+        f"4 lab hosts, one worker each; {how}. Median over {settings.rounds} rounds of the slowest rank's time per step; "
+        "contenders take turns in each round. Above 1 means faster.", "", *judged,
         *(line for report in reports for line in rows_of(report)),
     ]  # fmt: skip
-    stem = harness.write("schedule", reports, text, first.date, first.machine, harness.folder_of(options))
+    stem = harness.write("schedule", reports, text, first.date, first.machine, folder, gpu)
     harness.show(judged, stem)
+    print("\n".join(rows_of(reports[-1])), flush=True)
 
 
 if __name__ == "__main__":

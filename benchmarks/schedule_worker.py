@@ -2,7 +2,8 @@
 
 The accelerator is emulated: modules sleep in forward and before their backward, in proportion to their parameters, and compute
 real gradients of a small batch beside it. So computation takes a set time and leaves the processors to communication, as a GPU
-does. All contenders, DDP among them, train the very same model and take turns (`step_worker.py` has how).
+does. With `device="cuda"` nothing is emulated: the workers share a GPU, and models have more than 100 M parameters. All
+contenders, DDP among them, train the very same model and take turns (`step_worker.py` has how).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 
 import msgspec
 import torch
-from step_models import Gpt, Workload, mean_square, next_byte
-from step_worker import LIMIT, TrainedModel, take_part
+from step_models import Gpt, Workload, gpt, mean_square, next_byte
+from step_worker import LIMIT, TrainedModel, device_of, take_part
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,6 +44,7 @@ class ScheduleSettings(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 4
     rounds: int = 11
     steps: int = 3
+    device: str = "cpu"  # where the accelerator is emulated
 
 
 class ScheduleRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +64,16 @@ class ScheduleReport(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[ScheduleRow]
 
 
-def workloads() -> dict[str, Workload]:
+def workloads(device: str) -> dict[str, Workload]:
+    if device == "cuda":
+        return {
+            "mlp": Workload(
+                "25 x Linear(2048), 105 M parameters, batch 16384",
+                lambda: nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(25))),
+                lambda: torch.randn(16384, 2048), mean_square,
+            ),
+            "gpt": gpt("byte-level GPT, 114 M parameters, batch 48 x 256", 768, 12, 16, 48, 256),
+        }  # fmt: skip
     return {
         "mlp": Workload(
             "16 x Linear(512), 16.8 MB", lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(16))),
@@ -94,11 +105,13 @@ def _sleep(duration_s: float, *_: Any) -> None:
 
 
 class Contender(TrainedModel):
-    def __init__(self, name: str, workload: Workload, job: Job, compute_s: float, strategy: str | None) -> None:
+    def __init__(self, name: str, workload: Workload, job: Job, settings: ScheduleSettings, strategy: str | None) -> None:
         torch.manual_seed(0)
         self.name = name
         self.workload = workload
-        self.core = self.model = emulate(workload.model(), compute_s)
+        self.core = self.model = workload.model().to(device_of(job, settings.device))
+        if settings.device == "cpu":
+            emulate(self.core, settings.compute_s)
         self.optimizer = torch.optim.SGD(self.core.parameters(), lr=1e-3, momentum=0.9)
         if strategy is not None:
             stretto.distribute(self.core, self.optimizer, strategy, job=job)
@@ -117,11 +130,11 @@ class Contender(TrainedModel):
 
 def measure(job: Job, settings: ScheduleSettings) -> ScheduleReport:
     torch.set_num_threads(1)
-    workload = workloads()[settings.model]
+    workload = workloads(settings.device)[settings.model]
     torch.manual_seed(1 + job.rank)
-    batch = workload.batch()
+    batch = workload.batch().to(device_of(job, settings.device))
     names: dict[str, str | None] = {**dict.fromkeys(settings.peers), **settings.strategies}
-    contenders = [Contender(name, workload, job, settings.compute_s, strategy) for name, strategy in names.items()]
+    contenders = [Contender(name, workload, job, settings, strategy) for name, strategy in names.items()]
     for contender in contenders:
         for _ in range(WARM_UP):
             contender.step(batch)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
+from stretto.distributing import engine_of
 
 
 def gradients_of_three_steps(texts: list[str], device: str, bad_step: int = -1) -> dict[str, list[list[float]]]:
@@ -50,3 +51,28 @@ def _model() -> nn.Module:
         for parameter in model.parameters():
             parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view(parameter.shape))
     return model
+
+
+def weights_after(texts: list[str], device: str, steps: int, other_stream: bool) -> dict[str, list[float]]:
+    """For each strategy: all parameters after so many steps, and what its profile says. With `other_stream` every
+    second forward and backward runs on a stream of its own."""
+    job = stretto.init()
+    found: dict[str, list[float]] = {}
+    for text in texts:
+        model = _model().to(device)
+        _, optimizer = stretto.distribute(model, torch.optim.AdamW(model.parameters(), lr=0.01), text)
+        streams = [torch.cuda.current_stream(), torch.cuda.Stream() if other_stream else torch.cuda.current_stream()]
+        for number in range(steps):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + job.rank)).to(device)
+            streams[number % 2].wait_stream(streams[(number + 1) % 2])
+            with torch.cuda.stream(streams[number % 2]):
+                torch.autograd.backward(model(x).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        streams[0].wait_stream(streams[1])
+        stretto.synchronize(model)
+        found[text] = [value for p in model.parameters() for value in p.flatten().tolist()]
+        profile = engine_of(model).training.profile
+        found[f"{text}, seconds of backward"] = [] if profile is None else [profile.backward_s]
+    stretto.shutdown()
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.gpu_worker import different_ways, gradients_of_three_steps
+from engine.gpu_worker import different_ways, gradients_of_three_steps, weights_after
 from stretto.launching.spawn import launch
 
 pytestmark = [
@@ -41,6 +41,22 @@ def test_a_bad_gradient_on_a_gpu_is_everybodys() -> None:
     for worker in launch(gradients_of_three_steps, 2, texts, "cuda", 1, timeout_s=60):
         assert all(value != value for value in worker[texts[0]][1])  # NaN, all of them
         assert all(value == value for value in worker[texts[0]][2])
+
+
+@pytest.mark.parametrize("other_stream", [False, True])
+def test_across_the_barrier_on_a_gpu_weights_are_as_with_it(other_stream: bool) -> None:
+    barrier = f"Strategy({RING}, schedule=WaitFree())"
+    orders = ("Priority(partition=256, credit=256)", "Priority()", "Caramel()", "Tac(cross_barrier=True)", "Merged()")
+    crossing = [f"Strategy({RING}, schedule={order})" for order in orders]
+    lossy = [f"Strategy(compress=ErrorFeedback(PowerSGD(2)), schedule={order})" for order in ("WaitFree()", "Priority()")]
+    everybody = launch(weights_after, 2, [barrier, *crossing, *lossy], "cuda", 12, other_stream, timeout_s=100)
+    for worker in everybody:
+        for text in crossing:
+            assert worker[text] == worker[barrier], text
+            [backward_s] = worker[f"{text}, seconds of backward"]  # of events on the GPU
+            assert 0 < backward_s < 10
+        assert worker[lossy[0]] == everybody[0][lossy[0]] and worker[lossy[1]] == everybody[0][lossy[1]]
+        assert torch.allclose(torch.tensor(worker[lossy[0]]), torch.tensor(worker[lossy[1]]), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("strategy", "where"), [(f"Strategy({RING})", "all_reduce("), ("Strategy()", "for gradients")])
