@@ -59,7 +59,7 @@ def panels() -> list[Panel]:
     for title, schedule in SCHEDULES.items():
         plan = schedule.plan(gradients, measured)
         layers = {number: int(each.parameters[0][len("layer")]) - 1 for number, each in enumerate(plan.transfers)}
-        simulated = simulate(measured, plan, cross_barrier=schedule.cross_barrier, steps=1)
+        simulated = simulate(measured, plan, cross_barrier=schedule.cross_barrier, hops=1, steps=1)
         made.append(Panel(title, simulated, layers))
     return made
 

@@ -30,10 +30,17 @@ from stretto.schedule.caramel import (
     pipelined_seconds,
     windows_of,
 )
-from stretto.schedule.first_use import groups_by_first_use
-from stretto.schedule.merged import Merged
+from stretto.schedule.first_use import (
+    CREDIT_BYTES,
+    LARGEST_PARTITION,
+    LEAST_PARTITION,
+    best_partition,
+    credit_for,
+    groups_by_first_use,
+)
+from stretto.schedule.merged import MARGIN, Merged
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
-from stretto.schedule.priority import LARGEST_PARTITION, LEAST_PARTITION, Priority, best_partition
+from stretto.schedule.priority import Priority
 from stretto.schedule.readiness import in_order_of_readiness
 from stretto.schedule.tictac import Tac, Tic
 from stretto.strategy import Strategy
@@ -186,7 +193,7 @@ def test_merged_is_never_later_than_wait_free_or_a_single_bucket() -> None:
             simulate(profile, s.plan(gradients, profile), cross_barrier=False).iteration_s
             for s in (Merged(), WaitFree(), AfterBackward())
         )
-        assert merged <= min(others) * (1 + 1e-9)
+        assert merged <= min(others) * (1 + MARGIN)
         assert 1 < len(Merged().plan(gradients, profile).transfers) < len(gradients)
 
 
@@ -242,22 +249,25 @@ def test_the_part_of_priority_follows_the_network_unless_the_user_says() -> None
         plan = schedule.plan(gradients, profile)
         return plan.transfers[0].part_bytes, plan.credit_bytes
 
-    assert best_partition(50_000_000, COST, 4) == 203_776  # sqrt(S theta / 4 (P - 1) b) = 204,124, in whole KiB
-    assert best_partition(50_000_000, COST, profile.world_size) == 203_776
-    tried = [(203_776, 203_776), (4 * 203_776, 4 * 203_776), (None, 2 << 20)]
+    assert best_partition(gradients_of(profile), profile) == 203_776  # sqrt(S theta / 4 (P - 1) b) = 204,124, in whole KiB
+    tried = [(203_776, 203_776), (4 * 203_776, 4 * 203_776), (None, 203_776)]
     assert sizes(Priority(), profile) in tried and sizes(Priority(), None) == (1 << 20, 1 << 20)
     assert sizes(Priority(partition=5000), profile) == (5000, 5000)
     assert sizes(Priority(credit=5000), None) == (5000, 5000) and sizes(Priority(credit=5000), profile)[1] == 5000
-    assert best_partition(10**9, TransferCost(start_s=1.0, per_byte_s=0.0), 4) == LARGEST_PARTITION
-    assert best_partition(0, COST, 1) == LEAST_PARTITION
+    free = msgspec.structs.replace(profile, cost=TransferCost(start_s=1.0, per_byte_s=0.0))
+    assert best_partition(gradients_of(profile), free) == LARGEST_PARTITION
+    assert best_partition([], profile) == LEAST_PARTITION
+    assert credit_for([], None) == CREDIT_BYTES and credit_for(gradients_of(profile), profile) == 203_776
 
 
 def test_the_best_plan_has_the_shortest_step_and_says_so() -> None:
     profile = chain_profile([400] * 100, [0.2 * MS] * 100, [0.3 * MS] * 100, cost=COST)
     gradients = gradients_of(profile)
     plans = [schedule.plan(gradients, profile) for schedule in (WaitFree(), Merged(), AfterBackward())]
+    seconds = [simulate(profile, plan, cross_barrier=False).iteration_s for plan in plans]
     best = best_plan(plans, profile, cross_barrier=False)
-    assert best.transfers == plans[1].transfers and best.reason.endswith(" ms expected")
+    assert best.transfers == plans[seconds.index(min(seconds))].transfers
+    assert len(set(seconds)) > 1 and best.reason.endswith(f"{1e3 * min(seconds):.1f} ms expected")
 
 
 @pytest.mark.parametrize("rho", [0.3, 1.0, 3.0])
@@ -273,7 +283,7 @@ def test_across_the_barrier_no_step_is_longer_than_with_it(sizes: list[int], rho
         for schedule in (AfterBackward(), WaitFree(), Buckets(), Merged(), Priority(), Caramel())
     }
     with_barrier = min(step_s[kind] for kind in (AfterBackward, WaitFree, Buckets, Merged))
-    assert step_s[Merged] == pytest.approx(with_barrier)
+    assert step_s[Merged] <= with_barrier * (1 + MARGIN)
     assert step_s[Priority] <= with_barrier * (1 + 1e-9) and step_s[Caramel] <= 1.05 * with_barrier
 
 

@@ -6,11 +6,15 @@ A step is followed from the beginning of one backward to the beginning of the ne
     link      transfers, one part at a time
 
     a transfer    is ready when its last gradient is (`ready_s`), or when backward ends if the plan is not `early`
-    the link      takes the most urgent part that is ready, and is never idle while one is; what it has taken, up to
+    a part        of n bytes passes the link in `hops` messages one after the other: a ring of P workers has 2 (P - 1) of them,
+                  and the next cannot leave before the one of the neighbour has come. All workers do the same, so one link stands
+                  for all. A message takes (theta + n (wire_ratio b + encode_s_per_byte)) / hops of the link, and (a - theta) /
+                  hops until it has been received, in which the link is free for others. So a transfer in one part that has the
+                  network to itself takes a + b n, as measured. `part_start_s` is theta, by default a tenth of a
+    the link      takes the most urgent message that is ready, and is never idle while one is; what it has taken, up to
                   `credit_bytes`, is not overtaken any more. Without a limit on that it is first come, first served
-    a part        of n bytes takes n (wire_ratio b + encode_s_per_byte), and a start-up: `start_s` for the first one of a
-                  transfer, `part_start_s` for each further one, by default a tenth of that, because later parts follow in the
-                  pipeline that the first one has opened
+    hops=1        is the model of the papers: the start-up holds the link, with a for the first part of a transfer and theta for
+                  each further one, because these follow in the pipeline that the first one has opened
     forward       with `cross_barrier` each module waits for the transfers with parameters that it is the first to read, then
                   their update runs (`update_s` shared out by bytes), then the module. Otherwise all transfers, the whole update,
                   and all modules follow each other. What no module was seen to read is waited for before the first one
@@ -23,10 +27,10 @@ is the iteration time T of the steady state, and nothing has to be averaged. Wit
 
 With two resources E, TicTac's efficiency, is alpha. Both are 1 where there is nothing to overlap (UB = LB).
 
-Cost:      O(parts log transfers).
-Invariant: max(N, C) <= T <= N + C, so alpha and E are in [0, 1]. Crossing the barrier is never slower. With the barrier the
-           order of transfers does not change T: a link that is never idle while something is ready ends at the same time in any
-           order.
+Cost:      O(messages log transfers).
+Invariant: with one hop max(N, C) <= T <= N + C, so alpha and E are in [0, 1], and with the barrier the order of transfers does
+           not change T: a link that is never idle while something is ready ends at the same time in any order. With more hops N
+           has no latency in it, and T <= N + C + a for each part. Crossing the barrier is never slower.
 Reference: Hashemi, Jyothi and Campbell, "TicTac", MLSys 2019 (the measures).
 Departure: encoding and decoding hold the link; in a job they overlap with other transfers where a processor is free for it.
 """
@@ -38,6 +42,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import msgspec
 
@@ -45,7 +50,8 @@ from stretto.errors import ConfigurationError
 from stretto.plan.profile import StepProfile, TransferCost
 from stretto.plan.transfers import Transfer, TransferPlan
 
-PART_SHARE = 0.1  # the start-up of a further part, as a share of that of a transfer
+PART_SHARE = 0.1  # what a part costs the link or the thread that serves it, as a share of a transfer's start-up
+BUFFERED_BYTES = 128 << 10  # that the operating system holds of a connection, beyond the credit
 COMPUTE, LINK = "compute", "link"
 
 
@@ -97,15 +103,30 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PartCost:
-    """Seconds that a part occupies the link, and its bytes there."""
+    """Seconds that each message of a part occupies the link, and until it has been received; and its bytes there."""
 
     start_s: float
     part_start_s: float
     per_byte_s: float
     wire_ratio: float
+    hops: int = 1
 
     def seconds(self, number: int, num_bytes: int) -> float:
-        return (self.part_start_s if number else self.start_s) + num_bytes * self.per_byte_s
+        holds_link = self.start_s if self.hops == 1 and number == 0 else self.part_start_s
+        return (holds_link + num_bytes * self.per_byte_s) / self.hops
+
+    def on_wire(self, num_bytes: int) -> float:
+        """Bytes of a message: in a ring every one has the part of one worker."""
+        return num_bytes * self.wire_ratio / (self.hops // 2 + 1)
+
+    @property
+    def latency_s(self) -> float:
+        return 0.0 if self.hops == 1 else max(0.0, self.start_s - self.part_start_s) / self.hops
+
+
+def hops_of(profile: StepProfile) -> int:
+    """How many messages of a transfer follow each other in a ring."""
+    return 2 * max(1, profile.world_size - 1)
 
 
 def simulate(
@@ -117,10 +138,11 @@ def simulate(
     encode_s_per_byte: float = 0.0,
     cost: TransferCost | None = None,
     part_start_s: float | None = None,
+    hops: int | None = None,
     steps: int = 2,
 ) -> Simulated:
     """The step that this plan gives. `wire_ratio`: bytes on the wire for each byte of gradient; `cost`: of another network than
-    the profile's."""
+    the profile's; `hops`: those of a ring, unless said otherwise."""
     cost = profile.cost if cost is None else cost
     further_s = PART_SHARE * cost.start_s if part_start_s is None else part_start_s
     numbers = {"wire_ratio": wire_ratio, "encode_s_per_byte": encode_s_per_byte, "part_start_s": further_s}
@@ -129,9 +151,10 @@ def simulate(
             raise ConfigurationError(f"simulate({name}={value!r}): it is a finite number of at least 0. Leave it out if unknown.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigurationError(f"simulate(steps={steps!r}): a timeline has at least one step. Write for instance steps=2.")
-    part_cost = PartCost(cost.start_s, further_s, wire_ratio * cost.per_byte_s + encode_s_per_byte, wire_ratio)
+    hops = hops_of(profile) if hops is None else hops
+    part_cost = PartCost(cost.start_s, further_s, wire_ratio * cost.per_byte_s + encode_s_per_byte, wire_ratio, hops)
     on_link = list(carry(plan, transfer_ready_s(profile, plan), part_cost))
-    on_compute = list(_compute(profile, plan, on_link, cross_barrier))
+    on_compute = list(_compute(profile, plan, on_link, cross_barrier, part_cost.latency_s))
     period = on_compute[-1].end_s
     once = sorted(on_compute + on_link, key=lambda span: (span.begin_s, span.end_s))
     return Simulated(
@@ -156,69 +179,82 @@ def transfer_ready_s(profile: StepProfile, plan: TransferPlan) -> list[float]:
     return [min(end, max((seen.get(name, end) for name in one.parameters), default=end)) for one in plan.transfers]
 
 
-class QueuedPart(msgspec.Struct, frozen=True):
-    """A part that the link has taken."""
+class SimulatedMessage(NamedTuple):
+    """One hop of a part; in the order in which messages that are ready leave: by urgency, then by age."""
 
+    priority: int
+    ready_s: float
     transfer: int
-    number: int
-    count: int
-    num_bytes: int
+    number: int  # of the part
+    hop: int
+    num_parts: int
+    num_bytes: int  # of the part
 
 
 def carry(plan: TransferPlan, ready_s: Sequence[float], cost: PartCost) -> Iterator[SimulatedSpan]:
     """What is on the link and when, until all parts of all transfers have been."""
-    arrivals = deque(sorted(range(len(ready_s)), key=lambda number: (ready_s[number], number)))
-    parts = [deque(_parts(number, transfer)) for number, transfer in enumerate(plan.transfers)]
-    waiting: list[tuple[int, float, int]] = []  # transfers that are ready and have parts left, the most urgent in front
-    taken: deque[QueuedPart] = deque()
-    credit = inf if plan.credit_bytes is None else max(plan.credit_bytes, 1)
-    now = 0.0
+    coming = [  # (when it is ready, message)
+        (ready_s[number], message)
+        for number, transfer in enumerate(plan.transfers)
+        for message in _first_messages(number, transfer, ready_s[number])
+    ]
+    heapq.heapify(coming)
+    waiting: list[SimulatedMessage] = []
+    taken: deque[SimulatedMessage] = deque()
+    credit = inf if plan.credit_bytes is None else max(plan.credit_bytes, 1) + (BUFFERED_BYTES if cost.hops > 1 else 0)
+    now, in_flight = 0.0, 0.0  # bytes that the link has taken
 
-    def let_in(until_s: float, in_flight: float) -> None:
-        """Transfers that become ready until then; whatever credit is left for is taken, in the order of urgency."""
+    def let_in(until_s: float) -> None:
+        """Messages that become ready until then; whatever credit is left for is taken, in the order of urgency."""
+        nonlocal in_flight
         while True:
             while waiting and in_flight < credit:
-                number = waiting[0][-1]
-                taken.append(parts[number].popleft())
-                in_flight += taken[-1].num_bytes * cost.wire_ratio
-                if not parts[number]:
-                    heapq.heappop(waiting)
-            if not arrivals or ready_s[arrivals[0]] > until_s:
+                taken.append(heapq.heappop(waiting))
+                in_flight += cost.on_wire(taken[-1].num_bytes)
+            if not coming or coming[0][0] > until_s:
                 return
-            moment = ready_s[arrivals[0]]
-            while arrivals and ready_s[arrivals[0]] == moment:
-                number = arrivals.popleft()
-                heapq.heappush(waiting, (plan.transfers[number].priority, moment, number))
+            moment = coming[0][0]
+            while coming and coming[0][0] == moment:
+                heapq.heappush(waiting, heapq.heappop(coming)[1])
 
-    while arrivals or waiting or taken:
-        let_in(now, _wire_bytes(taken, cost))
+    while coming or waiting or taken:
+        let_in(now)
         if not taken:
-            now = ready_s[arrivals[0]]
+            now = coming[0][0]
             continue
-        part = taken.popleft()
-        end = now + cost.seconds(part.number, part.num_bytes)
-        let_in(end, _wire_bytes([part, *taken], cost))
-        what = f"transfer {part.transfer}" + (f", part {part.number + 1} of {part.count}" if part.count > 1 else "")
-        yield SimulatedSpan(LINK, what, now, end, part.transfer, part.num_bytes)
+        message = taken.popleft()
+        end = now + cost.seconds(message.number, message.num_bytes)
+        let_in(end)
+        in_flight -= cost.on_wire(message.num_bytes)
+        yield _span(message, now, end, cost.hops)
         now = end
+        if message.hop + 1 < cost.hops:
+            next_s = end + cost.latency_s
+            heapq.heappush(coming, (next_s, message._replace(hop=message.hop + 1, ready_s=next_s)))
 
 
-def _wire_bytes(parts: Sequence[QueuedPart] | deque[QueuedPart], cost: PartCost) -> float:
-    return sum(part.num_bytes for part in parts) * cost.wire_ratio
-
-
-def _parts(number: int, transfer: Transfer) -> list[QueuedPart]:
-    """A transfer of no bytes is a part too: it has a start-up."""
+def _first_messages(number: int, transfer: Transfer, ready_s: float) -> list[SimulatedMessage]:
+    """Of each part. A transfer of no bytes is a part too: it has a start-up."""
     each = transfer.part_bytes or max(transfer.num_bytes, 1)
     sizes = [min(each, transfer.num_bytes - begin) for begin in range(0, transfer.num_bytes, each)] or [0]
-    return [QueuedPart(number, place, len(sizes), size) for place, size in enumerate(sizes)]
+    return [
+        SimulatedMessage(transfer.priority, ready_s, number, place, 0, len(sizes), size) for place, size in enumerate(sizes)
+    ]
+
+
+def _span(message: SimulatedMessage, begin_s: float, end_s: float, hops: int) -> SimulatedSpan:
+    """The last hop has the bytes that do not divide."""
+    what = f"transfer {message.transfer}" + (f", part {message.number + 1} of {message.num_parts}" if message.num_parts > 1 else "")
+    share = message.num_bytes // hops
+    num_bytes = share if message.hop + 1 < hops else message.num_bytes - share * (hops - 1)
+    return SimulatedSpan(LINK, what, begin_s, end_s, message.transfer, num_bytes)
 
 
 def _compute(
-    profile: StepProfile, plan: TransferPlan, on_link: Sequence[SimulatedSpan], cross_barrier: bool
+    profile: StepProfile, plan: TransferPlan, on_link: Sequence[SimulatedSpan], cross_barrier: bool, latency_s: float
 ) -> Iterator[SimulatedSpan]:
     """Backward, then what the processor does of the next step's forward, and when."""
-    end_s = {span.transfer: span.end_s for span in on_link}  # of its last part
+    end_s = {span.transfer: span.end_s + latency_s for span in on_link}  # of its last message
     arrived = {name: end_s[number] for number, transfer in enumerate(plan.transfers) for name in transfer.parameters}
     yield SimulatedSpan(COMPUTE, "backward", 0.0, profile.backward_s)
     now = profile.backward_s

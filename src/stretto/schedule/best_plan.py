@@ -16,8 +16,13 @@ from stretto.plan.simulate import simulate
 from stretto.plan.transfers import TransferPlan
 
 
-def best_plan(candidates: Iterable[TransferPlan], profile: StepProfile, *, cross_barrier: bool) -> TransferPlan:
-    """The candidate with the shortest step; among equals the one with fewer transfers, then the earlier one."""
+def best_plan(
+    candidates: Iterable[TransferPlan], profile: StepProfile, *, cross_barrier: bool, margin: float = 0.0
+) -> TransferPlan:
+    """The candidate with the shortest step. Those that are longer by at most such a share count as equal; among equals the one
+    with fewer transfers is taken, then the shorter step, then the earlier one."""
     steps = [(plan, simulate(profile, plan, cross_barrier=cross_barrier, steps=1).iteration_s) for plan in candidates]
-    plan, seconds = min(steps, key=lambda one: (one[1], len(one[0].transfers)))
+    longest = (1 + margin) * min(seconds for _, seconds in steps)
+    equals = [one for one in steps if one[1] <= longest]
+    plan, seconds = min(equals, key=lambda one: (len(one[0].transfers), one[1]))
     return msgspec.structs.replace(plan, reason=f"{plan.reason}; a step of {seconds * 1e3:.1f} ms expected")

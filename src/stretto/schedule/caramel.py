@@ -44,7 +44,7 @@ from stretto.plan.profile import StepProfile, TransferCost
 from stretto.plan.simulate import PART_SHARE
 from stretto.plan.transfers import Gradient, TransferPlan
 from stretto.schedule.best_plan import best_plan
-from stretto.schedule.first_use import CREDIT_BYTES, by_first_use, first_users
+from stretto.schedule.first_use import CREDIT_BYTES, by_first_use, credit_for, first_users
 from stretto.schedule.readiness import (
     check_is_bool,
     in_order_of_readiness,
@@ -103,7 +103,7 @@ class Caramel:
             return TransferPlan(
                 schedule=repr(self),
                 transfers=make_transfers(urgency, readiness, ranked=True, part_bytes=lambda size: part_bytes_of(size, cost)),
-                credit_bytes=CREDIT_BYTES,
+                credit_bytes=credit_for(gradients, profile),
                 reason=f"parameters below {small_bytes:,.0f} bytes batched{' where their window allows' if fitting else ''}",
             )
 

@@ -19,15 +19,17 @@ for the one that reads it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import inf, sqrt
 
 from stretto.plan.profile import StepProfile, TransferCost
+from stretto.plan.simulate import PART_SHARE
 from stretto.plan.transfers import Gradient
 from stretto.schedule.readiness import ready_seconds, total_bytes
 
 BEFORE_ALL = -1
 
-CREDIT_BYTES = 2 << 20  # so much may be on its way before an urgent transfer, where the user does not say
+CREDIT_BYTES = 2 << 20  # so much may be on its way before an urgent transfer, until the network has been measured
+LEAST_PARTITION, LARGEST_PARTITION = 64 << 10, 16 << 20
 
 
 def first_users(gradients: Sequence[Gradient], profile: StepProfile | None) -> dict[str, int]:
@@ -51,6 +53,29 @@ def by_first_use(
 def start_up_bytes(cost: TransferCost) -> float:
     """a / b: the transfer of so many bytes takes as long as its start-up again."""
     return cost.start_s / cost.per_byte_s if cost.per_byte_s > 0 else inf
+
+
+def best_partition(gradients: Sequence[Gradient], profile: StepProfile) -> int:
+    """How many bytes to send at a time where urgent ones may come in between, in whole KiB and within reason.
+
+    A collective takes several hops one after the other, 2 (P - 1) in a ring of P workers, and at each an urgent message waits for
+    at most the credit and what the wire has buffered, about two parts. With S bytes in all, b seconds per byte and theta seconds
+    for each part, what parts cost and what the urgent waits for are together
+
+        (S / partition) theta + 4 (P - 1) b partition,      least at      partition = sqrt(S theta / 4 (P - 1) b)
+
+    0.1 MB for 17 MB between four workers at 500 Mbit/s with theta = 0.17 ms. (Steps there were shortest with parts of 128 KiB and
+    a credit of one, longer with 256 KiB, and longest with a credit of two.)"""
+    cost, hops = profile.cost, 2 * max(1, profile.world_size - 1)
+    best = float(LARGEST_PARTITION)
+    if cost.per_byte_s > 0:
+        best = sqrt(total_bytes(gradients) * PART_SHARE * cost.start_s / (2 * hops * cost.per_byte_s))
+    return round(min(max(best, LEAST_PARTITION), LARGEST_PARTITION)) // 1024 * 1024
+
+
+def credit_for(gradients: Sequence[Gradient], profile: StepProfile | None) -> int:
+    """How many bytes may be on their way before an urgent transfer."""
+    return CREDIT_BYTES if profile is None else best_partition(gradients, profile)
 
 
 def groups_by_first_use(

@@ -3,6 +3,11 @@
 `merge.py` has the problem, the dynamic programme, the reference and the departure from the paper. What is minimised is the end of
 the last transfer, which is what the next forward waits for where it waits for all. So there is no `cross_barrier=True` here: a
 plan that may run into the next forward needs another objective, see `caramel.py`.
+
+The programme takes start-ups for time of the link. Much of one is latency, in which the link is free for another transfer, so
+then it merges too much. The simulator knows hops: it compares the plan of the programme with those for a third and a tenth of the
+start-up, with every gradient by itself and with all in one. Of those that are within `MARGIN` of the shortest step the one with
+the fewest transfers is taken: each costs a processor some work, of which a profile knows little.
 """
 
 from __future__ import annotations
@@ -10,10 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from stretto.plan.profile import StepProfile
 from stretto.plan.transfers import Gradient, TransferPlan
+from stretto.schedule.best_plan import best_plan
 from stretto.schedule.merge import exact_merge, last_end
 from stretto.schedule.readiness import in_order_of_readiness, make_transfers, plan_until_profiled, ready_seconds
+
+START_UP_SHARES = (1.0, 1 / 3, 1 / 10)
+MARGIN = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +42,33 @@ class Merged:
     def plan(self, gradients: Sequence[Gradient], profile: StepProfile | None) -> TransferPlan:
         if profile is None:
             return plan_until_profiled(self, gradients, ranked=False)
-        groups, end_s = merged_groups(gradients, profile)
-        return TransferPlan(
-            schedule=repr(self),
-            transfers=make_transfers(groups, in_order_of_readiness(gradients, profile), ranked=False),
-            reason=f"all expected {end_s * 1e3:.1f} ms after backward begins, which takes {profile.backward_s * 1e3:.1f} ms",
-        )
+        readiness = in_order_of_readiness(gradients, profile)
+        groupings = {
+            f"the merge plan for {share:.0%} of a start-up": merged_groups(gradients, profile, share)[0] for share in START_UP_SHARES
+        }
+        groupings["no merging: start-ups overlap"] = [[gradient] for gradient in readiness]
+        groupings["all in one: start-ups take too long"] = _by_kind(readiness)
+        candidates = [
+            TransferPlan(schedule=repr(self), transfers=make_transfers(groups, readiness, ranked=False), reason=reason)
+            for reason, groups in groupings.items()
+        ]
+        return best_plan(candidates, profile, cross_barrier=False, margin=MARGIN)
 
 
-def merged_groups(gradients: Sequence[Gradient], profile: StepProfile) -> tuple[list[list[Gradient]], float]:
-    """What travels together, in the order of readiness, and when the last of it has arrived, from the beginning of backward."""
+def merged_groups(
+    gradients: Sequence[Gradient], profile: StepProfile, start_up_share: float = 1.0
+) -> tuple[list[list[Gradient]], float]:
+    """What travels together, in the order of readiness, and when the last of it has arrived, from the beginning of backward; if
+    such a share of a start-up holds the link."""
+    cost = msgspec.structs.replace(profile.cost, start_s=start_up_share * profile.cost.start_s)
     readiness = in_order_of_readiness(gradients, profile)
     seconds = ready_seconds(gradients, profile)
     ready_s = [seconds[gradient.name] for gradient in readiness]
     sizes = [gradient.num_bytes for gradient in readiness]
     kinds = [gradient.kind for gradient in readiness]
-    waves = exact_merge(ready_s, sizes, profile.cost, kinds)
+    waves = exact_merge(ready_s, sizes, cost, kinds)
     groups = [group for wave in waves for group in _by_kind([readiness[i] for i in wave])]
-    return groups, last_end(waves, ready_s, sizes, profile.cost, kinds)
+    return groups, last_end(waves, ready_s, sizes, cost, kinds)
 
 
 def _by_kind(gradients: Sequence[Gradient]) -> list[list[Gradient]]:

@@ -7,14 +7,9 @@ first. At most `credit` bytes are under way at once, because what has been hande
     credit = partition     one part at a time: strict order; a wire that buffers a little has work while the next one comes
     large credit           first come, first served
 
-Left to us (None), `credit` is one part and `partition` follows the network. A collective takes several hops one after the other,
-2 (P - 1) in a ring of P workers, and at each an urgent message waits for at most `credit` and what the wire has buffered, about
-two parts. With S bytes in all, b seconds per byte and theta seconds for each part, what parts cost and what the urgent waits for
-are together (S / partition) theta + 4 (P - 1) b partition, which is least at sqrt(S theta / 4 (P - 1) b): 0.1 MB for 17 MB
-between four workers at 500 Mbit/s with theta = 0.17 ms. (Steps there were shortest with parts of 128 KiB and a credit of one,
-longer with 256 KiB, and longest with a credit of two.) On the simulator this is compared with larger parts and with none, and
-what shares a transfer is tried out: few or many small neighbours, or what `Merged` would merge. So then a simulated step is
-never longer than with `Merged`.
+Left to us (None), `credit` is one part and `partition` follows the network (`first_use.best_partition`). On the simulator this is
+compared with larger parts and with none, and what shares a transfer is tried out: few or many small neighbours, or what `Merged`
+would merge. So then a simulated step is never longer than with `Merged`.
 
 Cost:      S / partition parts, and their start-ups; five simulated steps to plan, 15 if the partition is left to us.
 Invariant: all parts of all transfers are sent once; the most urgent of those that are ready is the next to start.
@@ -28,18 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
 
 from stretto.errors import ConfigurationError
-from stretto.plan.profile import StepProfile, TransferCost
-from stretto.plan.simulate import PART_SHARE
+from stretto.plan.profile import StepProfile
 from stretto.plan.transfers import Gradient, TransferPlan
 from stretto.schedule.best_plan import best_plan
-from stretto.schedule.first_use import CREDIT_BYTES, by_first_use, groups_by_first_use, start_up_bytes
+from stretto.schedule.first_use import CREDIT_BYTES, best_partition, by_first_use, credit_for, groups_by_first_use, start_up_bytes
 from stretto.schedule.merged import merged_groups
-from stretto.schedule.readiness import MIB, check_is_bool, in_order_of_readiness, make_transfers, total_bytes
+from stretto.schedule.readiness import MIB, check_is_bool, in_order_of_readiness, make_transfers
 
-UNPROFILED_PARTITION, LEAST_PARTITION, LARGEST_PARTITION = 1 * MIB, 64 << 10, 16 * MIB
+UNPROFILED_PARTITION = 1 * MIB
 SMALL_FACTORS = (1, 3, 9, 27)  # of a / b: a start-up of 1/2, 1/4, 1/10 and 1/28 of a transfer
 
 
@@ -84,7 +77,7 @@ class Priority:
         ]
         partitions = [self.partition]
         if self.partition is None:
-            best = best_partition(total_bytes(gradients), profile.cost, profile.world_size)
+            best = best_partition(gradients, profile)
             partitions = [best, 4 * best, None]
         candidates = [
             self._plan(groups, gradients, profile, partition, "measured order of first use")
@@ -103,7 +96,7 @@ class Priority:
     ) -> TransferPlan:
         credit = self.credit
         if credit is None:
-            credit = CREDIT_BYTES if partition is None else partition
+            credit = credit_for(gradients, profile) if partition is None else partition
         elif partition is not None:
             partition = min(partition, credit)
         readiness = in_order_of_readiness(gradients, profile)
@@ -113,10 +106,3 @@ class Priority:
             credit_bytes=credit,
             reason=reason,
         )
-
-
-def best_partition(num_bytes: int, cost: TransferCost, world_size: int) -> int:
-    """sqrt(S theta / 4 (P - 1) b), in whole KiB, within reason."""
-    theta, hops = PART_SHARE * cost.start_s, 2 * max(1, world_size - 1)
-    best = sqrt(num_bytes * theta / (2 * hops * cost.per_byte_s)) if cost.per_byte_s > 0 else LARGEST_PARTITION
-    return round(min(max(best, LEAST_PARTITION), LARGEST_PARTITION)) // 1024 * 1024

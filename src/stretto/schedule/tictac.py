@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from stretto.plan.profile import StepProfile, TransferCost
 from stretto.plan.transfers import Gradient, TransferPlan
-from stretto.schedule.first_use import CREDIT_BYTES, first_users, groups_by_first_use
+from stretto.schedule.first_use import CREDIT_BYTES, credit_for, first_users, groups_by_first_use
 from stretto.schedule.readiness import (
     check_is_bool,
     in_order_of_readiness,
@@ -101,6 +101,6 @@ def _plan(
     return TransferPlan(
         schedule=repr(schedule),
         transfers=make_transfers(groups, in_order_of_readiness(gradients, profile), ranked=True),
-        credit_bytes=CREDIT_BYTES,
+        credit_bytes=credit_for(gradients, profile),
         reason=reason,
     )
