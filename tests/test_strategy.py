@@ -63,7 +63,7 @@ def test_a_wrong_answer_is_refused_with_the_right_ones(answers: dict[str, Any], 
         Strategy(**answers)
 
 
-@pytest.mark.parametrize("bad", [0, -1, 2.5, "1MB", True, None])
+@pytest.mark.parametrize("bad", [0, -1, 2.5, "1MB", True])
 @pytest.mark.parametrize("field", ["bytes", "first_bytes"])
 def test_buckets_hold_a_positive_number_of_bytes(field: str, bad: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"Buckets\({field}={bad!r}\).*Write for instance Buckets"):

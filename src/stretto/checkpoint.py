@@ -423,7 +423,7 @@ def _apply(content: dict[str, Any], engine: Engine, sampler: Sampler | None) -> 
         load_exactly(optimizer, state)
     engine.loop.begin_anew()
     engine.rounds = entry["ranks"][0]["rounds"]
-    for found in (_apply_sampler(entry["sampler"], sampler), _apply_choices(entry, job), _apply_memory(entry, engine)):
+    for found in (_apply_sampler(entry["sampler"], sampler), _apply_choices(entry, engine), _apply_memory(entry, engine)):
         carried += found.carried
         lost += found.lost
     lost += _changes(entry, engine)
@@ -451,13 +451,16 @@ def _apply_sampler(state: dict[str, Any] | None, sampler: Sampler | None) -> _Fo
     return _Found(carried=[f"the place in the data (epoch {sampler.epoch})"])
 
 
-def _apply_choices(entry: dict[str, Any], job: Job) -> _Found:
-    """What `auto` chose decides in which order gradients are added, hence the last bits."""
+def _apply_choices(entry: dict[str, Any], engine: Engine) -> _Found:
+    """What `auto` chose decides in which order gradients are added, hence the last bits. So do bucket sizes, which may follow
+    from what it measured."""
+    job = engine.job
     if entry["choices"] is None:
         return _Found()
     if (entry["world_size"], entry["workers_per_host"]) != (job.world_size, job.workers_per_host):
         return _Found(lost=["what `auto` chose (other workers or hosts: measured anew)"])
     job.choices = msgspec.convert(entry["choices"], Choices)
+    engine.choices_loaded()
     return _Found(carried=["what `auto` chose"])
 
 

@@ -61,7 +61,9 @@ def weights_after(texts: list[str], device: str, steps: int, other_stream: bool)
     for text in texts:
         model = _model().to(device)
         _, optimizer = stretto.distribute(model, torch.optim.AdamW(model.parameters(), lr=0.01), text)
-        streams = [torch.cuda.current_stream(), torch.cuda.Stream() if other_stream else torch.cuda.current_stream()]
+        streams = [torch.cuda.current_stream()] * 2
+        if other_stream:
+            streams[1] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for number in range(steps):
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + job.rank)).to(device)
             streams[number % 2].wait_stream(streams[(number + 1) % 2])

@@ -140,7 +140,8 @@ def buckets_by_hand(gradients: Sequence[Gradient], schedule: Any) -> list[tuple[
     kind, has a limit of its own. In the order in which they are closed, then those that are left, by when they were begun."""
     first, each = {AfterBackward: (None, None), WaitFree: (0, 0)}.get(type(schedule), (None, None))
     if isinstance(schedule, Buckets):
-        first, each = min(schedule.first_bytes, schedule.bytes), schedule.bytes
+        each = 25 << 20 if schedule.bytes is None else schedule.bytes
+        first = min(1 << 20 if schedule.first_bytes is None else schedule.first_bytes, each)
     closed: list[list[Gradient]] = []
     left: list[list[Gradient]] = []
     for gradient in gradients[::-1]:

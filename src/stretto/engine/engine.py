@@ -157,6 +157,11 @@ class Engine:
         if self.training.waits_before_use and self._readers is None:
             self._use_hooks = before_each_use(self.model, self.called, self.loop.optimizers, self.training, self._read_elsewhere)
 
+    def choices_loaded(self) -> None:
+        """What `auto` chose has been replaced, on all workers."""
+        if self.training.follows_choices:
+            self._arrange_anew()
+
     def _arrange_anew(self) -> None:
         """The Training has seen enough to make a better arrangement. Gradients that are there move to their new places."""
         if self._readers is not None:

@@ -113,6 +113,7 @@ class Training(ABC, Generic[B]):
     watches_first: bool = False  # `before_use` is not needed before it has asked to be arranged anew: it is seen who reads what
     profile: StepProfile | None = None  # how a step was measured, where something is planned by it
     plan: TransferPlan | None = None  # which gradients travel together, and in which order
+    follows_choices: bool = False  # whether the arrangement depends on what `auto` chose: once that is loaded, arrange anew
     engaged: bool = True  # otherwise there is nothing to do, and no hook is set: the plain loop
     no_second_mean: str | None = None  # the answer that does not allow adding to a mean that no step has used, if there is one
     state_text: str | None = None  # what its state belongs to, so that none of another kind is taken; None: it never has one

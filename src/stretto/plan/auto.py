@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from stretto.collectives import calls
-from stretto.collectives.group import AlgorithmTable, Group
+from stretto.collectives.group import Group
 from stretto.collectives.plan import Kind
 from stretto.plan.choose import Choices, Trial, choose, trials
 from stretto.plan.costs import LinkCosts
@@ -23,11 +23,12 @@ TURNS = 6  # of each algorithm that is tried out; the first one warms up
 T = TypeVar("T")
 
 
-def chosen_for(group: Group, what: str) -> AlgorithmTable:
+def chosen_for(group: Group, what: str) -> Choices:
     """The group's table. The first call makes it: all members must make it together, for one `what`."""
     if group.choices is None:
         calls.start_barrier(group, f" to choose for {what}").wait()
         group.choices = _make_choices(group.to_choose())
+    assert isinstance(group.choices, Choices)
     return group.choices
 
 

@@ -237,17 +237,15 @@ def _first_messages(number: int, transfer: Transfer, ready_s: float) -> list[Sim
     """Of each part. A transfer of no bytes is a part too: it has a start-up."""
     each = transfer.part_bytes or max(transfer.num_bytes, 1)
     sizes = [min(each, transfer.num_bytes - begin) for begin in range(0, transfer.num_bytes, each)] or [0]
-    return [
-        SimulatedMessage(transfer.priority, ready_s, number, place, 0, len(sizes), size) for place, size in enumerate(sizes)
-    ]
+    return [SimulatedMessage(transfer.priority, ready_s, number, place, 0, len(sizes), size) for place, size in enumerate(sizes)]
 
 
 def _span(message: SimulatedMessage, begin_s: float, end_s: float, hops: int) -> SimulatedSpan:
     """The last hop has the bytes that do not divide."""
-    what = f"transfer {message.transfer}" + (f", part {message.number + 1} of {message.num_parts}" if message.num_parts > 1 else "")
+    part = f", part {message.number + 1} of {message.num_parts}" if message.num_parts > 1 else ""
     share = message.num_bytes // hops
     num_bytes = share if message.hop + 1 < hops else message.num_bytes - share * (hops - 1)
-    return SimulatedSpan(LINK, what, begin_s, end_s, message.transfer, num_bytes)
+    return SimulatedSpan(LINK, f"transfer {message.transfer}{part}", begin_s, end_s, message.transfer, num_bytes)
 
 
 def _compute(

@@ -6,10 +6,10 @@ size the slowest member's time counts, then the median over a few turns. There a
 takes `LONGEST_S`, so that a slow network is not kept busy for minutes: above that bytes decide, and a straight line knows those.
 
 Seconds per byte are the slope between the two largest sizes, where bytes decide. (A line through all sizes is too flat: what fits
-into the buffers of the operating system or of a switch passes faster than the link. Seen at 336 Mbit/s: 3.4e-8 with a line, 3.78e-8
-between the two largest, and 3.78e-8 in transfers of 16 MiB.) Given that, `start_s` has the least sum of squares of *relative*
-errors: errors of measured times are a share of them, and absolute ones would let the longest transfer decide what it costs to
-start one.
+into the buffers of the operating system or of a switch passes faster than the link. Seen at 336 Mbit/s: 3.4e-8 with a line,
+3.78e-8 between the two largest, and 3.78e-8 in transfers of 16 MiB.) Given that, `start_s` has the least sum of squares of
+*relative* errors: errors of measured times are a share of them, and absolute ones would let the longest transfer decide what it
+costs to start one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from stretto.collectives import calls
 from stretto.collectives.group import Group
 from stretto.collectives.plan import Kind
 from stretto.plan.auto import as_first, chosen_for
+from stretto.plan.costs import predict
 from stretto.plan.profile import TransferCost
 
 SIZES: Final = tuple(1 << k for k in (12, 16, 19, 22))  # 4 KiB to 4 MiB
@@ -48,6 +49,18 @@ def transfer_cost(group: Group, what: str, algorithm: str = "auto") -> TransferC
         lambda: calls.start_barrier(apart).wait(), all_reduce, lambda seconds: max(calls.gather_object(apart, seconds))
     )
     return as_first(apart, fitted(times), TransferCost)
+
+
+def expected_cost(group: Group, what: str) -> TransferCost:
+    """What `transfer_cost` would measure, by the model of costs and the links that the group has measured when it chose its
+    algorithms: nothing is sent if it has. All members get the same."""
+    table, size, per_host = chosen_for(group, what), group.size, group.workers_per_host
+
+    def seconds(num_bytes: int) -> float:
+        name = table.algorithm(num_bytes)
+        return predict(Kind.ALL_REDUCE, name, size, num_bytes, table.link, group.segment_bytes, group=per_host)
+
+    return fitted([(num_bytes, seconds(num_bytes)) for num_bytes in SIZES])
 
 
 def measured(

@@ -44,7 +44,8 @@ class Merged:
             return plan_until_profiled(self, gradients, ranked=False)
         readiness = in_order_of_readiness(gradients, profile)
         groupings = {
-            f"the merge plan for {share:.0%} of a start-up": merged_groups(gradients, profile, share)[0] for share in START_UP_SHARES
+            f"the merge plan for {share:.0%} of a start-up": merged_groups(gradients, profile, share)[0]
+            for share in START_UP_SHARES
         }
         groupings["no merging: start-ups overlap"] = [[gradient] for gradient in readiness]
         groupings["all in one: start-ups take too long"] = _by_kind(readiness)

@@ -4,7 +4,9 @@
     WaitFree()         each parameter as soon as its gradient is there (wait-free backpropagation, WFBP). Best overlap,
                        one message start-up per parameter.
     Buckets(bytes)     parameters gathered into buckets of about `bytes` in the reverse order of registration, each sent
-                       when its last gradient is there; the first one small, so that sending begins early (as DDP does).
+                       when its last gradient is there; the first one small, so that sending begins early (as DDP does). Where
+                       `bytes` is left to us it follows the model and the network, if that has been measured
+                       (`bucket_size.py`), and is 25 MiB otherwise.
 
 A schedule decides which parameters share a collective and when it may begin. It never changes the result beyond the order of
 additions. References: Zhang et al., "Poseidon", ATC 2017 (WFBP); Li et al., "PyTorch Distributed", VLDB 2020 (buckets).
@@ -13,13 +15,14 @@ additions. References: Zhang et al., "Poseidon", ATC 2017 (WFBP); Li et al., "Py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from stretto.errors import ConfigurationError
-from stretto.plan.profile import StepProfile
+from stretto.plan.profile import StepProfile, TransferCost
 from stretto.plan.transfers import Gradient, TransferPlan
-from stretto.schedule.readiness import MIB, fill_buckets, make_transfer
+from stretto.schedule.bucket_size import bucket_bytes, first_bytes_of
+from stretto.schedule.readiness import MIB, UNPROFILED_BYTES, fill_buckets, make_transfer
 
 
 class FixedOrder:
@@ -60,14 +63,16 @@ class WaitFree(FixedOrder):
 
 @dataclass(frozen=True, slots=True)
 class Buckets(FixedOrder):
-    """Collectives of about `bytes` each, the first of at most `first_bytes`."""
+    """Collectives of about `bytes` each, the first of at most `first_bytes`. None: as the model and the network want it."""
 
-    bytes: int = 25 * MIB
-    first_bytes: int = 1 * MIB
+    bytes: int | None = None
+    first_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("bytes", "first_bytes"):
             value = getattr(self, name)
+            if value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(
                     f"Buckets({name}={value!r}): a bucket holds a positive whole number of bytes. "
@@ -75,5 +80,10 @@ class Buckets(FixedOrder):
                     f"parameter WaitFree(), for a single one AfterBackward()."
                 )
 
+    def sized(self, gradients: Sequence[Gradient], cost: TransferCost) -> Buckets:
+        """With `bytes` for these gradients on this network, where it is left to us."""
+        return self if self.bytes is not None else replace(self, bytes=bucket_bytes(gradients, cost))
+
     def limits(self) -> tuple[int | None, int | None]:
-        return min(self.first_bytes, self.bytes), self.bytes
+        size = UNPROFILED_BYTES if self.bytes is None else self.bytes
+        return min(size, first_bytes_of(size) if self.first_bytes is None else self.first_bytes), size

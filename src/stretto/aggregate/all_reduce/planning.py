@@ -31,11 +31,12 @@ from stretto.plan.planned import PlannedStep, write_planned
 from stretto.plan.profile import StepProfile, TransferCost
 from stretto.plan.recorder import StepRecorder
 from stretto.plan.simulate import simulate
-from stretto.plan.transfer_cost import transfer_cost
-from stretto.plan.transfers import TransferPlan
+from stretto.plan.transfer_cost import expected_cost, transfer_cost
+from stretto.plan.transfers import Gradient, TransferPlan
+from stretto.schedule.orders import Buckets
 
 if TYPE_CHECKING:
-    from stretto.strategy import Strategy
+    from stretto.strategy import Schedule, Strategy
 
 log = logging.getLogger("stretto")
 ROUNDS_TO_WATCH: Final = 4  # the first one warms up
@@ -72,10 +73,27 @@ class Planner:
             msgspec.structs.replace(each, kind=f"{each.kind} unsteady") if each.name in self._unsteady else each
             for each in gradients_of(dense, self._strategy.compress, owner_of)
         ]
-        self.plan = self._strategy.schedule.plan(gradients, self.profile)
+        self.plan = self._schedule_for(gradients).plan(gradients, self.profile)
         self.plan.check(gradients)
         self._show(self.plan)
         return self.plan
+
+    def _schedule_for(self, gradients: Sequence[Gradient]) -> Schedule:
+        """The user's, with sizes filled in that are left to us. These are of the links as `auto` has measured them, which are
+        saved and loaded with what it chose."""
+        schedule = self._strategy.schedule
+        if not self.follows_choices:
+            return schedule
+        assert isinstance(schedule, Buckets)
+        cost = expected_cost(self._group, f"buckets of {self._setting.name}")
+        return schedule.sized(gradients, self._in_bytes_of_gradients(cost))
+
+    @property
+    def follows_choices(self) -> bool:
+        """Whether the plan depends on what `auto` has measured among all workers."""
+        schedule, group = self._strategy.schedule, self._group
+        is_open = isinstance(schedule, Buckets) and schedule.bytes is None
+        return is_open and self._algorithm == "auto" and group.is_world and group.size > 1
 
     def _show(self, plan: TransferPlan) -> None:
         """To whoever traces the job."""

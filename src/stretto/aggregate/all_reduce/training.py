@@ -106,6 +106,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         self._sequence = 0  # of this model's collectives: its next number
         self._round = 0
         self._planner = Planner(strategy, job, self._group, self._algorithm, setting) if self.engaged else None
+        self.follows_choices = self._planner is not None and self._planner.follows_choices
         self._closing_notes = Notes(1.0)  # of the round that is under way across the barrier
         self._crossing: Crossing | None = None
         self._stale: frozenset[Tensor] = frozenset()  # parameters that this round's forward did not wait for
