@@ -115,6 +115,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--models", default="mlp,gpt", help=f"of {', '.join(workloads('cpu'))}; with commas")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the hosts share the GPU")
+    parser.add_argument("--compute", type=float, help="seconds of a step (0.6 on an emulated accelerator; measured on a GPU)")
+    parser.add_argument("--steps", type=int, default=2, help="of a turn (2)")
     parser.add_argument("--schedules", default=";".join(SCHEDULES), help="some of them; with semicolons")
     parser.add_argument("--rho", default=",".join(f"{rho:g}" for rho in RHOS), help="communication over computation; with commas")
     options = parser.parse_args(arguments)
@@ -123,9 +125,11 @@ def main(arguments: list[str]) -> None:
     chosen = {name: SCHEDULES[name] for name in options.schedules.split(";")}
     reports: list[ScheduleReport] = []
     for model in options.models.split(","):
-        settings = ScheduleSettings(model=model, strategies=chosen, rounds=rounds, steps=2, device=options.device)
+        settings = ScheduleSettings(model=model, strategies=chosen, rounds=rounds, steps=options.steps, device=options.device)
         if options.device == "cuda":
-            settings = replace(settings, peers=(LIMIT, DDP, DDP_STATIC), compute_s=computing_s(settings))
+            settings = replace(settings, peers=(LIMIT, DDP, DDP_STATIC))
+        if options.compute is not None or options.device == "cuda":
+            settings = replace(settings, compute_s=options.compute or computing_s(settings))
         for rho in rhos:
             print(f"--- {model}, rho {rho:g}", flush=True)
             at_rho = replace(settings, rho=rho)

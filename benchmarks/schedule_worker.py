@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stretto
 from stretto.bench.machine import MachineInfo, describe
-from stretto.bench.turns import now, of_slowest_rank, take_turns, timed
+from stretto.bench.turns import now, of_slowest_rank, take_turns, timed, wait_for
 from stretto.distributing import find_engine
 from stretto.errors import JobError
 from stretto.job import Job
@@ -142,10 +142,12 @@ def measure(job: Job, settings: ScheduleSettings) -> ScheduleReport:
     check_equal(job, [contender for contender in contenders if contender.name != LIMIT])
 
     def turn(contender: Contender) -> float:
-        """A step that does not count comes first: across the barrier it leaves under way what the next one waits for. What the
-        last one leaves is waited for afterwards, so that it is in nobody's way."""
+        """A step that does not count comes first: across the barrier it leaves under way what the next one waits for. A GPU has
+        to be done with it before the clock starts. What the last one leaves is waited for afterwards, so that it is in nobody's
+        way."""
         job.barrier()
         contender.step(batch)
+        wait_for(batch.device)
         seconds = timed(lambda: contender.step(batch), batch.device, settings.steps)
         contender.settle()
         return seconds
