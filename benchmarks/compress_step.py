@@ -48,8 +48,9 @@ CODECS = {
 }
 SCHEDULES = {"cpu": "Buckets(bytes=4194304, first_bytes=1048576)", "cuda": "Buckets()"}
 NONE = "stretto, uncompressed"
+CROSSING = ", across the barrier"
 TARGETS = {"Int8": 3.0, "EF PowerSGD 4": 6.0, "EF TopK 1 %": 6.0, "EF Sign": 6.0}
-OF_LIMIT = 0.70
+OF_LIMIT = 0.80
 
 
 def strategies(names: list[str], schedule: str) -> dict[str, str]:
@@ -57,6 +58,8 @@ def strategies(names: list[str], schedule: str) -> dict[str, str]:
     for name in names:
         algorithm = 'AllReduce("ring")' if name.endswith("hops") else "AllReduce()"
         out[name] = f"Strategy(aggregate={algorithm}, compress={CODECS[name]}, schedule={schedule})"
+        if TARGETS.get(name) == 6.0:
+            out[name + CROSSING] = f"Strategy(compress={CODECS[name]}, schedule=Priority())"
     return out
 
 
@@ -91,7 +94,7 @@ def claims(report: CompressStepReport) -> list[str]:
                 lines.append(_claim(report, name, DDP, least, rounds))
                 lines.append(_claim(report, name, DDP_FP16, 1.0, rounds))
                 if least == 6.0:
-                    lines.append(_claim(report, name, LIMIT, OF_LIMIT, rounds))
+                    lines += [_claim(report, each, LIMIT, OF_LIMIT, rounds) for each in (name, name + CROSSING)]
     return lines
 
 

@@ -17,7 +17,7 @@ from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.turns import now
 from stretto.job import Job
 
-WARM_UP = 2
+WARM_UP = 6  # more than a schedule watches before it makes its plan
 STEPS = 2  # of a turn: the second begins while the links' buckets are as the first has left them, as in training
 
 
@@ -84,8 +84,10 @@ def measure(job: Job, settings: CompressStepSettings) -> CompressStepReport:
     sent: list[tuple[int | None, int | None]] = []
     for contender in contenders:
         for _ in range(WARM_UP):
+            contender.settle()
             before, between = job.ledger.bytes_sent, bytes_to_other_hosts(job)
             contender.step(batch)
+        contender.settle()
         counted = (job.ledger.bytes_sent - before, sent_by_a_host(job, bytes_to_other_hosts(job) - between, settings.hosts))
         sent.append(counted if contender.name in settings.strategies else (None, None))
         job.barrier()

@@ -30,8 +30,7 @@ BUCKETS, MERGED, PRIORITY, CARAMEL = "Buckets()", "Merged()", "Priority()", "Car
 SCHEDULES = {
     name: f"Strategy(schedule={name})"
     for name in (
-        BUCKETS, "Buckets(bytes=4194304)", "WaitFree()", "AfterBackward()", MERGED, "Priority(cross_barrier=False)", "Tac()",
-        PRIORITY, CARAMEL,
+        BUCKETS, "WaitFree()", "AfterBackward()", MERGED, "Priority(cross_barrier=False)", "Tac()", PRIORITY, CARAMEL,
     )
 }  # fmt: skip
 CROSSING = (PRIORITY, CARAMEL)

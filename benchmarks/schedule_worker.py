@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import torch
 from step_models import Gpt, Workload, gpt, mean_square, next_byte
-from step_worker import LIMIT, TrainedModel, device_of, take_part
+from step_worker import LIMIT, TrainedModel, alternate, device_of, take_part
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stretto
 from stretto.bench.machine import MachineInfo, describe
-from stretto.bench.turns import now, of_slowest_rank, take_turns, timed, wait_for
+from stretto.bench.turns import now
 from stretto.distributing import find_engine
 from stretto.errors import JobError
 from stretto.job import Job
@@ -123,10 +123,6 @@ class Contender(TrainedModel):
                 bucket_cap_mb=4 if name == DDP_SMALL else None,
             )
 
-    def settle(self) -> None:
-        if (engine := find_engine(self.core)) is not None:
-            engine.settle()
-
 
 def measure(job: Job, settings: ScheduleSettings) -> ScheduleReport:
     torch.set_num_threads(1)
@@ -141,20 +137,9 @@ def measure(job: Job, settings: ScheduleSettings) -> ScheduleReport:
         contender.settle()
     check_equal(job, [contender for contender in contenders if contender.name != LIMIT])
 
-    def turn(contender: Contender) -> float:
-        """A step that does not count comes first: across the barrier it leaves under way what the next one waits for. A GPU has
-        to be done with it before the clock starts. What the last one leaves is waited for afterwards, so that it is in nobody's
-        way."""
-        job.barrier()
-        contender.step(batch)
-        wait_for(batch.device)
-        seconds = timed(lambda: contender.step(batch), batch.device, settings.steps)
-        contender.settle()
-        return seconds
-
     engines = [engine for each in contenders if (engine := find_engine(each.core)) is not None]
     profile = next((engine.training.profile for engine in engines if engine.training.profile is not None), None)
-    times = of_slowest_rank(job, take_turns([partial(turn, each) for each in contenders], settings.rounds))
+    times = alternate(job, contenders, batch, settings.rounds, settings.steps)
     return ScheduleReport(
         settings=settings,
         machine=describe(),

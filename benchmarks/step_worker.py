@@ -2,10 +2,12 @@
 
 All contenders live in the same processes, each with its own copy of the model, and take turns (`stretto.bench.turns`):
 
-    a turn: barrier; a few steps (so many that it takes about `TURN_S`, the same number for all); note the time per step
+    a turn: barrier; a step that does not count; a few steps (so many that it takes about `TURN_S`, the same number for all); note
+            the time per step; wait for what is under way
 
-A turn's time is that of the slowest rank. Rounds before the first do not count; after them all contenders must hold the same
-parameters, or their speed would mean nothing.
+Across the iteration barrier a step leaves under way what the next one waits for, so the first one of a turn would be too short,
+and the last one is in the way of whoever comes next. A turn's time is that of the slowest rank. Rounds before the first do not
+count; after them all contenders must hold the same parameters, or their speed would mean nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,7 @@ from torch.profiler import profile
 import stretto
 from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.turns import now, of_slowest_rank, take_turns, timed, wait_for
+from stretto.distributing import find_engine
 from stretto.errors import JobError
 from stretto.job import Job
 
@@ -97,13 +100,22 @@ class TrainedModel:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def settle(self) -> None:
+        """Wait for what is under way."""
+        if (engine := find_engine(self.core)) is not None:
+            engine.settle()
 
-def alternate(job: Job, contenders: list[TrainedModel], batch: Tensor, rounds: int, steps: int) -> list[list[float]]:
+
+def alternate(job: Job, contenders: Sequence[TrainedModel], batch: Tensor, rounds: int, steps: int) -> list[list[float]]:
     """Seconds per step of each, so many steps a turn."""
 
     def turn(contender: TrainedModel) -> float:
         job.barrier()
-        return timed(lambda: contender.step(batch), batch.device, steps)
+        contender.step(batch)
+        wait_for(batch.device)  # a GPU has to be done with it before the clock starts
+        seconds = timed(lambda: contender.step(batch), batch.device, steps)
+        contender.settle()
+        return seconds
 
     return of_slowest_rank(job, take_turns([partial(turn, each) for each in contenders], rounds))
 

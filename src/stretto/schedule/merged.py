@@ -24,7 +24,7 @@ from stretto.schedule.merge import exact_merge, last_end
 from stretto.schedule.readiness import in_order_of_readiness, make_transfers, plan_until_profiled, ready_seconds
 
 START_UP_SHARES = (1.0, 1 / 3, 1 / 10)
-MARGIN = 0.005
+MARGIN = 0.001
 
 
 @dataclass(frozen=True, slots=True)
