@@ -94,7 +94,8 @@ def claims(report: CompressStepReport) -> list[str]:
                 lines.append(_claim(report, name, DDP, least, rounds))
                 lines.append(_claim(report, name, DDP_FP16, 1.0, rounds))
                 if least == 6.0:
-                    lines += [_claim(report, each, LIMIT, OF_LIMIT, rounds) for each in (name, name + CROSSING)]
+                    both = (name, name + CROSSING)
+                    lines += [_claim(report, each, LIMIT, OF_LIMIT, rounds) for each in both if each in names]
     return lines
 
 
@@ -119,10 +120,13 @@ def rows_table(report: CompressStepReport) -> list[str]:
 def as_markdown(reports: list[CompressStepReport], command: str) -> list[str]:
     first, machine, settings = reports[0], reports[0].machine, reports[0].settings
     gpu, shared = (machine.gpu, "on the GPUs of one machine") if settings.device == "cuda" else (None, "one thread each")
+    schedules = f"`{SCHEDULES[settings.device]}` where stretto compresses"
+    if any(CROSSING in row.contender for row in first.rows):
+        schedules += ", `Priority()` across the barrier"
     lines = [
         *harness.heading("Training step with compressed gradients", first.date, command, machine, gpu),
         f"Byte-level GPT, {first.num_parameters / 1e6:.1f} M parameters, batch {settings.rows} x {settings.length} "
-        f"on each of {settings.hosts} lab hosts, SGD, {shared}; `{SCHEDULES[settings.device]}` where stretto compresses. Median "
+        f"on each of {settings.hosts} lab hosts, SGD, {shared}; {schedules}. Median "
         f"over {settings.rounds} rounds of the slowest rank's time; contenders take turns in each round. Ratios are of two "
         "turns of each round, with the 95 % interval of the median. Above 1: faster than that peer.",
     ]

@@ -24,6 +24,7 @@ from schedule_worker import DDP, DDP_SMALL, DDP_STATIC, ScheduleReport, Schedule
 from step_worker import LIMIT
 
 from stretto.bench.start import run_workers
+from stretto.errors import ConfigurationError
 
 WORKER = Path(__file__).with_name("schedule_worker.py")
 BUCKETS, MERGED, PRIORITY, CARAMEL = "Buckets()", "Merged()", "Priority()", "Caramel()"
@@ -54,26 +55,27 @@ def run(settings: ScheduleSettings) -> ScheduleReport:
     return msgspec.json.decode(answer, type=ScheduleReport)
 
 
-def median_of(report: ScheduleReport, names: tuple[str, ...]) -> str:
-    """The fastest of these contenders."""
-    rows = {row.contender: row.seconds for row in report.rows}
-    return min(names, key=lambda name: statistics.median(rows[name]))
+def fastest_of(report: ScheduleReport, names: tuple[str, ...]) -> str | None:
+    """Of those that took part."""
+    rows = {row.contender: row.seconds for row in report.rows if row.contender in names}
+    return min(rows, key=lambda name: statistics.median(rows[name]), default=None)
 
 
 def claims(report: ScheduleReport) -> list[str]:
     settings, rows = report.settings, {row.contender: row for row in report.rows}
-    best, peer = median_of(report, CROSSING), median_of(report, (DDP, DDP_STATIC))
+    best, peer = fastest_of(report, CROSSING), fastest_of(report, (DDP, DDP_STATIC))
     where, rounds, lines = f"{settings.model}, rho {settings.rho:g}", settings.rounds, []
     least_ddp, least_own = (1.2, 1.1) if settings.rho == 1.0 else (1.0, 1.0)
-    targets = {peer: least_ddp, BUCKETS: least_own, DDP_SMALL: 1.0}
-    for name, least in ((name, least) for name, least in targets.items() if name in rows):
-        found = ratio(rows[name].seconds, rows[best].seconds)
-        lines.append(f"| {where} | {best}, x {name}, at least | {least:.2f} | {found} | {found.at_least(least, rounds)} |")
-    if settings.rho == 1.0:
+    targets = {peer: least_ddp, BUCKETS: least_own, DDP_SMALL: 1.0} if best is not None else {}
+    for name, least in targets.items():
+        if name in rows and best is not None:
+            found = ratio(rows[name].seconds, rows[best].seconds)
+            lines.append(f"| {where} | {best}, x {name}, at least | {least:.2f} | {found} | {found.at_least(least, rounds)} |")
+    if settings.rho == 1.0 and best is not None:
         alpha = alpha_of(report, best)
         lines.append(f"| {where} | alpha of {best}, at least | 0.75 | {alpha:.2f} | {harness.verdict(alpha >= 0.75)} |")
-    if MERGED in rows:
-        better = median_of(report, ("WaitFree()", "AfterBackward()"))
+    better = fastest_of(report, ("WaitFree()", "AfterBackward()"))
+    if MERGED in rows and better is not None:
         found = ratio(rows[better].seconds, rows[MERGED].seconds)
         lines.append(f"| {where} | {MERGED}, x {better}, at least | 1.00 | {found} | {found.at_least(1.0, rounds)} |")
     off = [(row.contender, row.predicted_s / statistics.median(row.seconds)) for row in report.rows if row.predicted_s]
@@ -121,7 +123,10 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     rounds, rhos = (2, [1.0]) if options.quick else (options.rounds, [float(rho) for rho in options.rho.split(",")])
     harness.check(options.device, rounds)
-    chosen = {name: SCHEDULES[name] for name in options.schedules.split(";")}
+    names = options.schedules.split(";")
+    if unknown := [name for name in names if name not in SCHEDULES]:
+        raise ConfigurationError(f"--schedules {';'.join(unknown)}: there is no such row. Write some of {';'.join(SCHEDULES)}.")
+    chosen = {name: SCHEDULES[name] for name in names}
     reports: list[ScheduleReport] = []
     for model in options.models.split(","):
         settings = ScheduleSettings(model=model, strategies=chosen, rounds=rounds, steps=options.steps, device=options.device)

@@ -59,6 +59,7 @@ def panels() -> list[Panel]:
     for title, schedule in SCHEDULES.items():
         plan = schedule.plan(gradients, measured)
         layers = {number: int(each.parameters[0][len("layer")]) - 1 for number, each in enumerate(plan.transfers)}
+        # A picture of the idea, so without the hops of a ring.
         simulated = simulate(measured, plan, cross_barrier=schedule.cross_barrier, hops=1, steps=1)
         made.append(Panel(title, simulated, layers))
     return made

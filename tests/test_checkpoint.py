@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import stretto
+from engine.worker import Refusing
 from preloaded import Preloaded
 from resumable_training import RING, Net, Training
 from stretto import checkpoint, checkpoint_file, plain_values, random_state
@@ -96,24 +97,66 @@ def test_what_auto_chose_and_each_workers_weight_are_taken_up_again(tmp_path: Pa
     assert run_jobs(3, resume) == chosen
 
 
+def wide_model(job: Job, link: LinkCosts) -> tuple[nn.Module, Optimizer, Engine]:
+    """In buckets that follow such links."""
+    job.choices = Choices([1 << 40], ["ring"], link)
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    distribute(model, optimizer, Strategy(), job=job)
+    return model, optimizer, engine_of(model)
+
+
+def test_after_a_backward_that_failed_at_another_layer_on_each_worker_a_saved_state_can_be_loaded(tmp_path: Path) -> None:
+    """The round that is open has sent some buckets: it is closed before they are arranged anew."""
+    path = tmp_path / "c.pt"
+
+    def program(job: Job) -> list[float]:
+        model, optimizer, _ = wide_model(job, LinkCosts(1e-5, 1e-6))
+        save(path, model, optimizer, job=job)
+        layers, x = list(model.children()), torch.ones(2, 300)
+        for number, layer in enumerate(layers):
+            x = layer(x)
+            if number == 1 + 2 * job.rank:
+                x = Refusing.apply(x)  # type: ignore[no-untyped-call]
+        with pytest.raises(RuntimeError, match="cannot go on"):
+            torch.autograd.backward(x.sum())
+        job.choices = Choices([1 << 40], ["ring"], LinkCosts(1e-1, 1e-12))
+        load(path, model, optimizer, job=job)
+        for _ in range(2):
+            model(torch.ones(2, 300)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [float(parameter.detach().sum()) for parameter in model.parameters()]
+
+    first, second = run_jobs(2, program)
+    assert first == second
+
+
+def test_what_is_loaded_for_one_model_arranges_the_others_too(tmp_path: Path) -> None:
+    path, slow, fast = tmp_path / "c.pt", LinkCosts(1e-5, 1e-6), LinkCosts(1e-1, 1e-12)
+
+    def program(job: Job) -> list[int]:
+        model, optimizer, engine = wide_model(job, slow)
+        save(path, model, optimizer, job=job)
+        _, _, other = wide_model(job, fast)
+        before = len(other.places.buckets)
+        load(path, model, optimizer, job=job)
+        return [before, len(engine.places.buckets), len(other.places.buckets)]
+
+    assert run_jobs(2, program) == [[2, 6, 6]] * 2
+
+
 def test_buckets_that_follow_the_network_are_those_of_the_saved_job(tmp_path: Path) -> None:
     """A network that is measured otherwise would give other buckets, hence another order of additions."""
     path, slow, fast = tmp_path / "c.pt", LinkCosts(1e-5, 1e-6), LinkCosts(1e-1, 1e-12)
 
-    def begin(job: Job, link: LinkCosts) -> tuple[nn.Module, Optimizer, Engine]:
-        job.choices = Choices([1 << 40], ["ring"], link)
-        model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        distribute(model, optimizer, Strategy(), job=job)
-        return model, optimizer, engine_of(model)
-
     def first(job: Job) -> int:
-        model, optimizer, engine = begin(job, slow)
+        model, optimizer, engine = wide_model(job, slow)
         save(path, model, optimizer, job=job)
         return len(engine.places.buckets)
 
     def resume(job: Job) -> tuple[int, int]:
-        model, optimizer, engine = begin(job, fast)
+        model, optimizer, engine = wide_model(job, fast)
         before = len(engine.places.buckets)
         resumed = load(path, model, optimizer, job=job)
         assert resumed.lost == () and "what `auto` chose" in resumed.carried

@@ -132,7 +132,9 @@ def load(
     `CheckpointError` on all workers, and nothing has been changed then.
     """
     engine, what = _engine(model, optimizer, job), f"load({str(path)!r})"
-    engine.settle_or_forget()
+    for each in sorted(engine.job.engines, key=lambda each: each.name):  # what `auto` chose is loaded for all models of the job
+        each.flush()
+        each.settle_or_forget()
     with _received(engine.job, Path(path), what) as copy:
         content = _all_succeed(engine.job, what, lambda: _checked(copy, engine, sampler))
     resumed = _all_succeed(engine.job, what, lambda: _apply(content, engine, sampler))
@@ -460,7 +462,8 @@ def _apply_choices(entry: dict[str, Any], engine: Engine) -> _Found:
     if (entry["world_size"], entry["workers_per_host"]) != (job.world_size, job.workers_per_host):
         return _Found(lost=["what `auto` chose (other workers or hosts: measured anew)"])
     job.choices = msgspec.convert(entry["choices"], Choices)
-    engine.choices_loaded()
+    for each in job.engines:
+        each.choices_loaded()
     return _Found(carried=["what `auto` chose"])
 
 

@@ -65,5 +65,5 @@ def test_weights_are_equal_whatever_the_schedule(schedule: Any, size: int) -> No
 def test_weights_have_the_same_bits_where_the_plan_is_the_same(size: int) -> None:
     """In which order messages leave, and when gradients arrive, changes nothing of what is added to what."""
     crossing, again = (run_jobs(size, weights, Separately(partition=64, credit=64)) for _ in range(2))
-    other_order = run_jobs(size, weights, Separately(partition=64, credit=1 << 20))
-    assert_equal_everywhere([crossing[0], again[0], other_order[0]])
+    all_at_once = run_jobs(size, weights, Separately(partition=64, credit=1 << 20))
+    assert_equal_everywhere([crossing[0], again[0], all_at_once[0]])

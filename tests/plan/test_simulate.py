@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from step_profiles import chain_profile, chain_profiles, gradients_of
 from stretto.errors import ConfigurationError
 from stretto.plan.profile import StepProfile, TransferCost
-from stretto.plan.simulate import Simulated, simulate, transfer_ready_s
+from stretto.plan.simulate import MOST_MESSAGES, PART_SHARE, Simulated, simulate, transfer_ready_s
 from stretto.plan.transfers import Transfer, TransferPlan
 from stretto.schedule.caramel import Caramel
 from stretto.schedule.merged import Merged
@@ -128,10 +128,15 @@ def test_a_model_without_modules_or_transfers_has_a_step_too() -> None:
     assert (step.iteration_s, step.utilisation, step.rho) == (0, 1, 0)
 
 
-@pytest.mark.parametrize("bad", [{"wire_ratio": -1.0}, {"encode_s_per_byte": float("nan")}, {"steps": 0}, {"steps": True}])
+NONSENSE: list[dict[str, Any]] = [
+    {"wire_ratio": -1.0}, {"encode_s_per_byte": float("nan")}, {"steps": 0}, {"steps": True}, {"hops": 0}, {"hops": 1.5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", NONSENSE)
 def test_nonsense_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=rf"simulate\({next(iter(bad))}="):
-        simulate(THREE, one_each((0, 1, 2), credit=None), hops=1, cross_barrier=True, **bad)  # type: ignore[arg-type]
+        simulate(THREE, one_each((0, 1, 2), credit=None), cross_barrier=True, **bad)  # type: ignore[arg-type]
 
 
 def planned(profile: StepProfile, number: int) -> TransferPlan:
@@ -241,6 +246,35 @@ def test_while_a_hop_is_on_its_way_another_transfer_has_the_link_by_hand() -> No
         ("transfer 0", 6.0, 7.0), ("transfer 1", 7.0, 8.0), ("transfer 0", 8.0, 9.0), ("transfer 1", 9.0, 10.0),
     ]  # fmt: skip
     assert spans(step, "compute")[1][:2] == ("update m0", 9.5)
+
+
+def test_an_urgent_transfer_overtakes_between_hops_what_was_not_handed_over_yet() -> None:
+    """Two modules of 4 MB; the second one's gradient is ready first. The credit and what is buffered hold one message of 1 MB."""
+    cost = TransferCost(start_s=0.0, per_byte_s=1e-9)
+    profile = chain_profile([4_000_000] * 2, [1e-3] * 2, [1e-3, 1e-3], cost=cost)
+    transfers = tuple(Transfer(parameters=(f"m{i}.weight",), num_bytes=4_000_000, priority=i) for i in (1, 0))
+
+    def order(credit: int | None) -> list[int | None]:
+        plan = TransferPlan(schedule="", transfers=transfers, credit_bytes=credit)
+        step = simulate(profile, plan, cross_barrier=True, hops=6, steps=1)
+        return [span.transfer for span in step.timeline if span.resource == "link"]
+
+    # The first hops of the other one take 4 ms / 6 each: at 2 ms, when the urgent one comes, two have passed and a third is out.
+    assert order(1) == [0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
+    assert order(None) == order(1 << 30) != order(1)
+
+
+def test_of_a_plan_with_very_many_parts_several_are_taken_for_one() -> None:
+    cost = TransferCost(start_s=1e-3, per_byte_s=1e-9)
+    profile = chain_profile([400_000_000] * 8, [0.1] * 8, [0.2] * 8, cost=cost)
+    coarse, fine = (
+        simulate(profile, Priority(size, size).plan(gradients_of(profile), profile), cross_barrier=True, steps=1)
+        for size in (1_000_000, 100_000)
+    )
+    assert MOST_MESSAGES / 3 < len(fine.timeline) < 2 * MOST_MESSAGES
+    parts = 8 * 400_000_000 / 100_000
+    assert fine.communication_s == pytest.approx(parts * PART_SHARE * 1e-3 + 3.2, rel=1e-3)
+    assert fine.communication_s > coarse.communication_s
 
 
 def equal_layers(rho: float) -> StepProfile:

@@ -16,7 +16,7 @@ from stretto.plan import transfer_cost as module
 from stretto.plan.choose import Choices
 from stretto.plan.costs import LinkCosts, predict
 from stretto.plan.profile import TransferCost
-from stretto.plan.transfer_cost import LEAST_PER_BYTE_S, LONGEST_S, SIZES, TURNS, fitted, measured, transfer_cost
+from stretto.plan.transfer_cost import LEAST_PER_BYTE_S, LONGEST_S, SIZES, TURNS, expected_cost, fitted, measured, transfer_cost
 from stretto.testing import run_jobs, run_virtual
 from stretto.testing.network_model import Link, NetworkModel
 from stretto.testing.virtual import VirtualWire
@@ -109,6 +109,19 @@ def test_all_members_get_the_first_ones_cost_and_the_tables_algorithms_are_used(
     costs = run_jobs(size, program)
     assert len(set(costs)) == 1
     assert used == ({(1 << 12, "butterfly"), (1 << 14, "ring")} if size > 1 else set())
+
+
+@pytest.mark.parametrize("link", [LinkCosts(5e-5, 8e-9), LinkCosts(1e-3, 1e-7)])
+def test_the_expected_cost_is_that_of_the_links_that_were_measured(link: LinkCosts) -> None:
+    """Nothing is sent: one member alone may ask."""
+
+    def program(job: Job) -> TransferCost | None:
+        job.world.choices = Choices([1 << 40], ["ring"], link)
+        return expected_cost(job.world, "a test") if job.rank == 1 else None
+
+    _, cost, *_ = run_jobs(4, program)
+    assert cost is not None
+    assert cost.per_byte_s == pytest.approx(1.5 * link.beta, rel=0.1) and cost.start_s == pytest.approx(6 * link.alpha, rel=0.2)
 
 
 def test_a_real_job_has_a_cost_that_a_plan_can_use() -> None:

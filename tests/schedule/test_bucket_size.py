@@ -31,7 +31,7 @@ def test_two_measurements_that_differ_a_little_give_the_same_size() -> None:
 
 def test_sizes_are_within_reason_for_any_model() -> None:
     for gradients in ([], MODEL[:1], [Gradient("huge", 1 << 40)], [Gradient(f"p{i}", 4) for i in range(3000)]):
-        for network in (cost(1, 100.0), cost(1e6, 0.001), TransferCost(start_s=0.0, per_byte_s=1e-12)):
+        for network in (cost(1, 100.0), cost(1e6, 0.001), *(TransferCost(start_s=0.0, per_byte_s=b) for b in (1e-12, 0.0))):
             assert LEAST_BYTES <= bucket_bytes(gradients, network) <= LARGEST_BYTES
 
 
@@ -39,7 +39,8 @@ def test_only_what_is_left_to_us_is_filled_in() -> None:
     network = cost(1000, 1.0)
     sized = Buckets().sized(MODEL, network)
     assert sized.bytes == bucket_bytes(MODEL, network) != 25 << 20
-    assert Buckets(first_bytes=5000).sized(MODEL, network) == Buckets(bytes=sized.bytes, first_bytes=5000)
+    first = Buckets(first_bytes=5000).sized(MODEL, network)
+    assert first == Buckets(bytes=bucket_bytes(MODEL, network, 5000), first_bytes=5000)
     assert Buckets(bytes=7).sized(MODEL, network) == Buckets(bytes=7)
     by_us, by_hand = Buckets().plan(MODEL, None), Buckets(bytes=25 << 20, first_bytes=1 << 20).plan(MODEL, None)
     assert by_us.transfers == by_hand.transfers

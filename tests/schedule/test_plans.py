@@ -268,6 +268,10 @@ def test_the_best_plan_has_the_shortest_step_and_says_so() -> None:
     seconds = [simulate(profile, plan, cross_barrier=False).iteration_s for plan in plans]
     best = best_plan(plans, profile, cross_barrier=False)
     assert best.transfers == plans[seconds.index(min(seconds))].transfers
+    for margin in (0.5 * (max(seconds) / min(seconds) - 1), max(seconds) / min(seconds)):
+        first = next(plan for plan, taken in zip(plans, seconds, strict=True) if taken <= (1 + margin) * min(seconds))
+        assert best_plan(plans, profile, cross_barrier=False, margin=margin).transfers == first.transfers
+        assert best_plan(plans[::-1], profile, cross_barrier=False, margin=10.0).transfers == plans[-1].transfers
     assert len(set(seconds)) > 1 and best.reason.endswith(f"{1e3 * min(seconds):.1f} ms expected")
 
 

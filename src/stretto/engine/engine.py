@@ -158,8 +158,8 @@ class Engine:
             self._use_hooks = before_each_use(self.model, self.called, self.loop.optimizers, self.training, self._read_elsewhere)
 
     def choices_loaded(self) -> None:
-        """What `auto` chose has been replaced, on all workers."""
-        if self.training.follows_choices:
+        """What `auto` chose has been replaced, on all workers. No round may be open."""
+        if self.engaged and not self.training.is_current():
             self._arrange_anew()
 
     def _arrange_anew(self) -> None:

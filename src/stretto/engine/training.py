@@ -113,7 +113,6 @@ class Training(ABC, Generic[B]):
     watches_first: bool = False  # `before_use` is not needed before it has asked to be arranged anew: it is seen who reads what
     profile: StepProfile | None = None  # how a step was measured, where something is planned by it
     plan: TransferPlan | None = None  # which gradients travel together, and in which order
-    follows_choices: bool = False  # whether the arrangement depends on what `auto` chose: once that is loaded, arrange anew
     engaged: bool = True  # otherwise there is nothing to do, and no hook is set: the plain loop
     no_second_mean: str | None = None  # the answer that does not allow adding to a mean that no step has used, if there is one
     state_text: str | None = None  # what its state belongs to, so that none of another kind is taken; None: it never has one
@@ -140,6 +139,10 @@ class Training(ABC, Generic[B]):
         """Which gradients travel together: buckets of the `dense` parameters, in the order in which they are expected.
 
         `sparse` have gradients that no bucket can hold. No buckets: gradients stay this worker's own, and no round begins."""
+
+    def is_current(self) -> bool:
+        """Whether `arrange` would give the same again for the same parameters, although what `auto` chose has been replaced."""
+        return True
 
     def adopt(self, new: Sequence[Tensor], found: Sequence[Named]) -> None:
         """Parameters that came later: make the values of `new` equal on all workers, and combine the gradients that `found`

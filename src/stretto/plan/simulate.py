@@ -13,6 +13,7 @@ A step is followed from the beginning of one backward to the beginning of the ne
                   network to itself takes a + b n, as measured. `part_start_s` is theta, by default a tenth of a
     the link      takes the most urgent message that is ready, and is never idle while one is; what it has taken, up to
                   `credit_bytes`, is not overtaken any more. Without a limit on that it is first come, first served
+    messages      at most `MOST_MESSAGES` are followed: of a plan with more, several parts are taken for one
     hops=1        is the model of the papers: the start-up holds the link, with a for the first part of a transfer and theta for
                   each further one, because these follow in the pipeline that the first one has opened
     forward       with `cross_barrier` each module waits for the transfers with parameters that it is the first to read, then
@@ -41,7 +42,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 import msgspec
@@ -51,7 +52,8 @@ from stretto.plan.profile import StepProfile, TransferCost
 from stretto.plan.transfers import Transfer, TransferPlan
 
 PART_SHARE = 0.1  # what a part costs the link or the thread that serves it, as a share of a transfer's start-up
-BUFFERED_BYTES = 128 << 10  # that the operating system holds of a connection, beyond the credit
+BUFFERED_BYTES = 128 << 10  # beyond the credit: two packets of 64 KiB are as much as Linux queues of a connection at a device
+MOST_MESSAGES = 20_000
 COMPUTE, LINK = "compute", "link"
 
 
@@ -77,7 +79,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def alpha(self) -> float:
-        """The share of what could overlap that did."""
+        """The share of what could overlap that did. Latency is in T and not in N, so it is below 0 where nothing overlaps."""
         most = min(self.communication_s, self.computation_s)
         return (self.communication_s + self.computation_s - self.iteration_s) / most if most > 0 else 1.0
 
@@ -149,9 +151,13 @@ def simulate(
     for name, value in numbers.items():
         if not 0 <= value < inf:
             raise ConfigurationError(f"simulate({name}={value!r}): it is a finite number of at least 0. Leave it out if unknown.")
+    if hops is not None and (isinstance(hops, bool) or not isinstance(hops, int) or hops < 1):
+        raise ConfigurationError(f"simulate(hops={hops!r}): a transfer passes the link at least once. Leave it out for a ring.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigurationError(f"simulate(steps={steps!r}): a timeline has at least one step. Write for instance steps=2.")
     hops = hops_of(profile) if hops is None else hops
+    bundle = _parts_at_a_time(plan, hops)
+    plan, further_s = _in_bundles(plan, bundle), bundle * further_s
     part_cost = PartCost(cost.start_s, further_s, wire_ratio * cost.per_byte_s + encode_s_per_byte, wire_ratio, hops)
     on_link = list(carry(plan, transfer_ready_s(profile, plan), part_cost))
     on_compute = list(_compute(profile, plan, on_link, cross_barrier, part_cost.latency_s))
@@ -164,6 +170,22 @@ def simulate(
         steps=steps,
         timeline=tuple(_later(span, number * period) for number in range(steps) for span in once),
     )
+
+
+def _parts_at_a_time(plan: TransferPlan, hops: int) -> int:
+    parts = sum(1 if one.part_bytes is None else ceil(one.num_bytes / one.part_bytes) for one in plan.transfers)
+    return max(1, ceil(parts * hops / MOST_MESSAGES))
+
+
+def _in_bundles(plan: TransferPlan, parts: int) -> TransferPlan:
+    """Parts that are so many times as large."""
+    if parts == 1:
+        return plan
+    transfers = [
+        one if one.part_bytes is None else msgspec.structs.replace(one, part_bytes=parts * one.part_bytes)
+        for one in plan.transfers
+    ]
+    return msgspec.structs.replace(plan, transfers=tuple(transfers))
 
 
 def _later(span: SimulatedSpan, seconds: float) -> SimulatedSpan:

@@ -24,6 +24,7 @@ import torch
 from stretto.collectives import calls
 from stretto.collectives.group import Group
 from stretto.collectives.plan import Kind
+from stretto.collectives.request import DEFAULT_SEGMENT_BYTES
 from stretto.plan.auto import as_first, chosen_for
 from stretto.plan.costs import predict
 from stretto.plan.profile import TransferCost
@@ -53,12 +54,13 @@ def transfer_cost(group: Group, what: str, algorithm: str = "auto") -> TransferC
 
 def expected_cost(group: Group, what: str) -> TransferCost:
     """What `transfer_cost` would measure, by the model of costs and the links that the group has measured when it chose its
-    algorithms: nothing is sent if it has. All members get the same."""
+    algorithms: nothing is sent if it has. All members get the same, also in another job that has loaded these choices: so the
+    length of messages, which depends on the wire, is the same in all."""
     table, size, per_host = chosen_for(group, what), group.size, group.workers_per_host
 
     def seconds(num_bytes: int) -> float:
         name = table.algorithm(num_bytes)
-        return predict(Kind.ALL_REDUCE, name, size, num_bytes, table.link, group.segment_bytes, group=per_host)
+        return predict(Kind.ALL_REDUCE, name, size, num_bytes, table.link, DEFAULT_SEGMENT_BYTES, group=per_host)
 
     return fitted([(num_bytes, seconds(num_bytes)) for num_bytes in SIZES])
 
@@ -93,6 +95,6 @@ def fitted(times: Sequence[tuple[int, float]]) -> TransferCost:
     if last_n == n:  # one size: all of its time is taken for that of its bytes
         return TransferCost(start_s=0.0, per_byte_s=max(last_t / last_n, LEAST_PER_BYTE_S))
     slope = max(0.0, min((last_t - t) / (last_n - n), last_t / last_n))
-    weight = sum(1 / t**2 for _, t in points)
-    start = sum((t - slope * n) / t**2 for n, t in points) / weight
+    weight = sum(1 / (t * t) for _, t in points)
+    start = sum((t - slope * n) / (t * t) for n, t in points) / weight
     return TransferCost(start_s=max(start, 0.0), per_byte_s=max(slope, LEAST_PER_BYTE_S))

@@ -27,21 +27,20 @@ LEAST_BYTES, LARGEST_BYTES = 1 << 18, 1 << 27
 RHOS: Final = (0.5, 1.0, 2.0)  # communication over backward
 
 
-def bucket_bytes(gradients: Sequence[Gradient], cost: TransferCost) -> int:
-    """The size of all buckets but the first, which is smaller if this is large (`first_bytes_of`)."""
-    total = max(1, total_bytes(gradients))
+def bucket_bytes(gradients: Sequence[Gradient], cost: TransferCost, first_bytes: int | None = None) -> int:
+    """The size of all buckets but the first, which has `first_bytes`, or at most 1 MiB if that is None."""
+    total = total_bytes(gradients)
+    if total == 0 or cost.per_byte_s == 0:  # then nothing can overlap
+        return LARGEST_BYTES
     sizes = [LEAST_BYTES]
     while sizes[-1] < min(total, LARGEST_BYTES):
         sizes.append(2 * sizes[-1])
-    return min(sizes, key=lambda size: (round(_badness(gradients, size, cost, total), 6), -size))
+    first = UNPROFILED_FIRST_BYTES if first_bytes is None else first_bytes
+    return min(sizes, key=lambda size: (round(_three_steps(gradients, min(first, size), size, cost, total), 6), -size))
 
 
-def first_bytes_of(size: int) -> int:
-    return min(size, UNPROFILED_FIRST_BYTES)
-
-
-def _badness(gradients: Sequence[Gradient], size: int, cost: TransferCost, total: int) -> float:
-    buckets = [total_bytes(bucket) for bucket in fill_buckets(gradients, first_bytes_of(size), size)]
+def _three_steps(gradients: Sequence[Gradient], first_bytes: int, size: int, cost: TransferCost, total: int) -> float:
+    buckets = [total_bytes(bucket) for bucket in fill_buckets(gradients, first_bytes, size)]
     transfers_s = cost.per_byte_s * total
     return sum(_end(buckets, transfers_s / rho, cost) / (transfers_s + transfers_s / rho) for rho in RHOS)
 

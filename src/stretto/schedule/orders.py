@@ -21,8 +21,8 @@ from typing import ClassVar
 from stretto.errors import ConfigurationError
 from stretto.plan.profile import StepProfile, TransferCost
 from stretto.plan.transfers import Gradient, TransferPlan
-from stretto.schedule.bucket_size import bucket_bytes, first_bytes_of
-from stretto.schedule.readiness import MIB, UNPROFILED_BYTES, fill_buckets, make_transfer
+from stretto.schedule.bucket_size import bucket_bytes
+from stretto.schedule.readiness import MIB, UNPROFILED_BYTES, UNPROFILED_FIRST_BYTES, fill_buckets, make_transfer
 
 
 class FixedOrder:
@@ -82,8 +82,8 @@ class Buckets(FixedOrder):
 
     def sized(self, gradients: Sequence[Gradient], cost: TransferCost) -> Buckets:
         """With `bytes` for these gradients on this network, where it is left to us."""
-        return self if self.bytes is not None else replace(self, bytes=bucket_bytes(gradients, cost))
+        return self if self.bytes is not None else replace(self, bytes=bucket_bytes(gradients, cost, self.first_bytes))
 
     def limits(self) -> tuple[int | None, int | None]:
         size = UNPROFILED_BYTES if self.bytes is None else self.bytes
-        return min(size, first_bytes_of(size) if self.first_bytes is None else self.first_bytes), size
+        return min(size, UNPROFILED_FIRST_BYTES if self.first_bytes is None else self.first_bytes), size

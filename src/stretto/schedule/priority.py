@@ -9,7 +9,7 @@ first. At most `credit` bytes are under way at once, because what has been hande
 
 Left to us (None), `credit` is one part and `partition` follows the network (`first_use.best_partition`). On the simulator this is
 compared with larger parts and with none, and what shares a transfer is tried out: few or many small neighbours, or what `Merged`
-would merge. So then a simulated step is never longer than with `Merged`.
+merges.
 
 Cost:      S / partition parts, and their start-ups; five simulated steps to plan, 15 if the partition is left to us.
 Invariant: all parts of all transfers are sent once; the most urgent of those that are ready is the next to start.
@@ -29,7 +29,7 @@ from stretto.plan.profile import StepProfile
 from stretto.plan.transfers import Gradient, TransferPlan
 from stretto.schedule.best_plan import best_plan
 from stretto.schedule.first_use import CREDIT_BYTES, best_partition, by_first_use, credit_for, groups_by_first_use, start_up_bytes
-from stretto.schedule.merged import merged_groups
+from stretto.schedule.merged import Merged
 from stretto.schedule.readiness import MIB, check_is_bool, in_order_of_readiness, make_transfers
 
 UNPROFILED_PARTITION = 1 * MIB
@@ -70,7 +70,8 @@ class Priority:
             groups = groups_by_first_use(gradients, None)
             return self._plan(groups, gradients, None, partition, "no profile yet: registration order")
         small_bytes = [factor * start_up_bytes(profile.cost) for factor in SMALL_FACTORS]
-        merged, _ = merged_groups(gradients, profile)
+        by_name = {gradient.name: gradient for gradient in gradients}
+        merged = [[by_name[name] for name in one.parameters] for one in Merged().plan(gradients, profile).transfers]
         groupings: list[Sequence[Sequence[Gradient]]] = [
             *(groups_by_first_use(gradients, profile, small) for small in small_bytes),
             by_first_use(merged, gradients, profile),

@@ -50,6 +50,7 @@ class Planner:
         self._strategy, self._job, self._group, self._algorithm, self._setting = strategy, job, group, algorithm, setting
         self.profile = None if setting.profile is None else self._as_first(setting.profile[0])
         self.plan: TransferPlan | None = None
+        self._gradients: list[Gradient] = []  # that the plan is for
         self._rounds = 0  # of which the notes were seen
         self._planned_at = 0
         self._used: dict[str, bool] = {}  # parameter -> whether it had a gradient, when last seen
@@ -69,31 +70,38 @@ class Planner:
 
     def make(self, dense: Sequence[Named], owner_of: OwnerOf = no_owner) -> TransferPlan:
         """The plan for these parameters."""
-        gradients = [
+        self._gradients = [
             msgspec.structs.replace(each, kind=f"{each.kind} unsteady") if each.name in self._unsteady else each
             for each in gradients_of(dense, self._strategy.compress, owner_of)
         ]
-        self.plan = self._schedule_for(gradients).plan(gradients, self.profile)
-        self.plan.check(gradients)
+        self.plan = self._planned()
+        self.plan.check(self._gradients)
         self._show(self.plan)
         return self.plan
 
-    def _schedule_for(self, gradients: Sequence[Gradient]) -> Schedule:
-        """The user's, with sizes filled in that are left to us. These are of the links as `auto` has measured them, which are
-        saved and loaded with what it chose."""
+    def is_current(self) -> bool:
+        """Whether the same plan would be made now. What `auto` has chosen may be another since."""
+        return self.plan is None or not self._follows_choices or self._planned() == self.plan
+
+    def _planned(self) -> TransferPlan:
+        return self._schedule().plan(self._gradients, self.profile)
+
+    def _schedule(self) -> Schedule:
+        """The user's, with the sizes filled in that are left to us: for links as `auto` has measured them, which are saved and
+        loaded with what it chose."""
         schedule = self._strategy.schedule
-        if not self.follows_choices:
+        if not self._follows_choices:
             return schedule
         assert isinstance(schedule, Buckets)
         cost = expected_cost(self._group, f"buckets of {self._setting.name}")
-        return schedule.sized(gradients, self._in_bytes_of_gradients(cost))
+        return schedule.sized(self._gradients, self._in_bytes_of_gradients(cost))
 
     @property
-    def follows_choices(self) -> bool:
+    def _follows_choices(self) -> bool:
         """Whether the plan depends on what `auto` has measured among all workers."""
         schedule, group = self._strategy.schedule, self._group
-        is_open = isinstance(schedule, Buckets) and schedule.bytes is None
-        return is_open and self._algorithm == "auto" and group.is_world and group.size > 1
+        without_size = isinstance(schedule, Buckets) and schedule.bytes is None
+        return without_size and self._algorithm == "auto" and group.is_world and group.size > 1
 
     def _show(self, plan: TransferPlan) -> None:
         """To whoever traces the job."""

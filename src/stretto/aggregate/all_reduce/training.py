@@ -106,7 +106,6 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         self._sequence = 0  # of this model's collectives: its next number
         self._round = 0
         self._planner = Planner(strategy, job, self._group, self._algorithm, setting) if self.engaged else None
-        self.follows_choices = self._planner is not None and self._planner.follows_choices
         self._closing_notes = Notes(1.0)  # of the round that is under way across the barrier
         self._crossing: Crossing | None = None
         self._stale: frozenset[Tensor] = frozenset()  # parameters that this round's forward did not wait for
@@ -179,6 +178,9 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         if self._job.rank == 0 and self._group.is_world and self._algorithm == "auto" and not self._is_lossy:
             warn_of_host_memory(self._setting.name, [bucket.flat.device for bucket in self.buckets], self._job)
         return self.buckets
+
+    def is_current(self) -> bool:
+        return self._planner is None or self._planner.is_current()
 
     def _plan(self, dense: Sequence[Named], owner_of: OwnerOf = no_owner) -> TransferPlan:
         assert self._planner is not None, "without a round there is nothing to plan"
