@@ -229,15 +229,14 @@ def carry(plan: TransferPlan, ready_s: Sequence[float], cost: PartCost) -> Itera
     def let_in(until_s: float) -> None:
         """Messages that become ready until then; whatever credit is left for is taken, in the order of urgency."""
         nonlocal in_flight
-        while True:
+        moment = now
+        while moment <= until_s:
+            while coming and coming[0][0] <= moment:
+                heapq.heappush(waiting, heapq.heappop(coming)[1])
             while waiting and in_flight < credit:
                 taken.append(heapq.heappop(waiting))
                 in_flight += cost.on_wire(taken[-1].num_bytes)
-            if not coming or coming[0][0] > until_s:
-                return
-            moment = coming[0][0]
-            while coming and coming[0][0] == moment:
-                heapq.heappush(waiting, heapq.heappop(coming)[1])
+            moment = coming[0][0] if coming else inf
 
     while coming or waiting or taken:
         let_in(now)

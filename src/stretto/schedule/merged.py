@@ -5,8 +5,8 @@ the last transfer, which is what the next forward waits for where it waits for a
 plan that may run into the next forward needs another objective, see `caramel.py`.
 
 The programme takes start-ups for time of the link. Much of one is latency, in which the link is free for another transfer, so
-then it merges too much. The simulator knows hops: it compares the plans of the programme for a tenth, a third and all of the
-start-up, every gradient by itself and all in one. A tenth is taken unless another is shorter by more than `MARGIN`: few large
+then it merges too much. The simulator knows hops: it compares the plans of the programme for a third, a tenth and all of the
+start-up, every gradient by itself and all in one. A third is taken unless another is shorter by more than `MARGIN`: few large
 transfers are slower than predicted, because each waits for the slowest worker's last gradient, and very many cost processor time,
 of which a profile knows little. (A GPT at rho 1: 7 transfers 1,644 ms, predicted 1,513; 77 transfers 1,516, predicted 1,518; the
 same at rho 0.3: 29 transfers 1,137 ms, 77 transfers 1,162.)
@@ -25,7 +25,7 @@ from stretto.schedule.best_plan import best_plan
 from stretto.schedule.merge import exact_merge, last_end
 from stretto.schedule.readiness import in_order_of_readiness, make_transfers, plan_until_profiled, ready_seconds
 
-START_UP_SHARES = (1 / 10, 1 / 3, 1.0)
+START_UP_SHARES = (1 / 3, 1 / 10, 1.0)
 MARGIN = 0.01
 
 
