@@ -2,6 +2,7 @@
 
     python benchmarks/schedule.py             an MLP of equal layers and a byte GPT, communication 0.3, 1 and 3 times computation
     python benchmarks/schedule.py --quick     few rounds at rho 1: does the script work?
+    python benchmarks/schedule.py --compressed      compressed gradients at rho 10, against no communication
     python benchmarks/schedule.py --device cuda     models of more than 100 M parameters; the hosts share the GPU
 
 On hosts without an accelerator computation and communication fight for the same cores, so what overlaps could not be judged:
@@ -35,6 +36,13 @@ SCHEDULES = {
     )
 }  # fmt: skip
 CROSSING = (PRIORITY, CARAMEL)
+OF_LIMIT = 0.8  # of the rate without communication, at rho 10
+CODECS = {"EF Sign": "Sign()", "EF TopK 1 %": "TopK(0.01)", "EF PowerSGD 4": "PowerSGD(4)"}
+COMPRESSED = {
+    f"{name}, {schedule}": f"Strategy(compress=ErrorFeedback({codec}), schedule={schedule})"
+    for name, codec in CODECS.items()
+    for schedule in (BUCKETS, PRIORITY)
+}
 RHOS = (0.3, 1.0, 3.0)
 
 
@@ -78,7 +86,11 @@ def claims(report: ScheduleReport) -> list[str]:
     if MERGED in rows and better is not None:
         found = ratio(rows[better].seconds, rows[MERGED].seconds)
         lines.append(f"| {where} | {MERGED}, x {better}, at least | 1.00 | {found} | {found.at_least(1.0, rounds)} |")
-    off = [(row.contender, row.predicted_s / statistics.median(row.seconds)) for row in report.rows if row.predicted_s]
+    for name in (name for name in rows if name in COMPRESSED):
+        found = ratio(rows[LIMIT].seconds, rows[name].seconds)
+        lines.append(f"| {where} | {name}, x {LIMIT}, at least | {OF_LIMIT} | {found} | {found.at_least(OF_LIMIT, rounds)} |")
+    plain = [row for row in report.rows if row.contender not in COMPRESSED]  # what codecs compute is in no profile
+    off = [(row.contender, row.predicted_s / statistics.median(row.seconds)) for row in plain if row.predicted_s]
     if off:
         worst = max(off, key=lambda one: abs(one[1] - 1))
         shown = f"{worst[1]:.2f} ({worst[0]})"
@@ -98,10 +110,16 @@ def alpha_of(report: ScheduleReport, name: str) -> float:
 
 def rows_of(report: ScheduleReport) -> list[str]:
     settings = report.settings
-    base = next(row.seconds for row in report.rows if row.contender == DDP)
+    peer = DDP if any(row.contender == DDP for row in report.rows) else LIMIT
+    base = next(row.seconds for row in report.rows if row.contender == peer)
     text = workloads(settings.device)[settings.model].text
     title = f"{text}, rho {settings.rho:g}: {settings.compute_s * 1e3:.0f} ms, links of {settings.rate}"
-    lines = ["", f"## {title}", "", *harness.table("contender", "step, ms", "x DDP", "transfers", "predicted, ms")]
+    lines = [
+        "",
+        f"## {title}",
+        "",
+        *harness.table("contender", "step, ms", f"x {peer.removesuffix(', views')}", "transfers", "predicted, ms"),
+    ]
     for row in sorted(report.rows, key=lambda row: statistics.median(row.seconds)):
         predicted = "" if row.predicted_s is None else f"{1e3 * row.predicted_s:.0f}"
         lines.append(
@@ -117,6 +135,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--models", default="mlp,gpt", help=f"of {', '.join(workloads('cpu'))}; with commas")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the hosts share the GPU")
     parser.add_argument("--compute", type=float, help="seconds of a step (0.6 on an emulated accelerator; measured on a GPU)")
+    parser.add_argument("--compressed", action="store_true", help="compressed gradients at rho 10, without DDP")
     parser.add_argument("--steps", type=int, default=2, help="of a turn (2)")
     parser.add_argument("--schedules", default=";".join(SCHEDULES), help="some of them; with semicolons")
     parser.add_argument("--rho", default=",".join(f"{rho:g}" for rho in RHOS), help="communication over computation; with commas")
@@ -127,11 +146,16 @@ def main(arguments: list[str]) -> None:
     if unknown := [name for name in names if name not in SCHEDULES]:
         raise ConfigurationError(f"--schedules {';'.join(unknown)}: there is no such row. Write some of {';'.join(SCHEDULES)}.")
     chosen = {name: SCHEDULES[name] for name in names}
+    models = options.models.split(",")
+    if options.compressed:
+        chosen, models, rhos = COMPRESSED, ["gpt"], [10.0]
     reports: list[ScheduleReport] = []
-    for model in options.models.split(","):
+    for model in models:
         settings = ScheduleSettings(model=model, strategies=chosen, rounds=rounds, steps=options.steps, device=options.device)
         if options.device == "cuda":
             settings = replace(settings, peers=(LIMIT, DDP, DDP_STATIC))
+        if options.compressed:
+            settings = replace(settings, peers=(LIMIT,))
         if options.compute is not None or options.device == "cuda":
             settings = replace(settings, compute_s=options.compute or computing_s(settings))
         for rho in rhos:
