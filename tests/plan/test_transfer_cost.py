@@ -16,7 +16,17 @@ from stretto.plan import transfer_cost as module
 from stretto.plan.choose import Choices
 from stretto.plan.costs import LinkCosts, predict
 from stretto.plan.profile import TransferCost
-from stretto.plan.transfer_cost import LEAST_PER_BYTE_S, LONGEST_S, SIZES, TURNS, expected_cost, fitted, measured, transfer_cost
+from stretto.plan.transfer_cost import (
+    LEAST_PER_BYTE_S,
+    LEAST_TURNS,
+    LONGEST_S,
+    SIZES,
+    TURNS,
+    expected_cost,
+    fitted,
+    measured,
+    transfer_cost,
+)
 from stretto.testing import run_jobs, run_virtual
 from stretto.testing.network_model import Link, NetworkModel
 from stretto.testing.virtual import VirtualWire
@@ -50,12 +60,12 @@ def measured_on(seconds: list[float], sizes: list[int]) -> list[tuple[int, float
 
 def test_sizes_grow_until_one_takes_long_and_a_single_hiccup_stops_nothing() -> None:
     sizes: list[int] = []
-    slow = [0.001] * TURNS + [2 * LONGEST_S, 3 * LONGEST_S]
+    slow = [0.001] * TURNS + [2 * LONGEST_S, 9.0, 3 * LONGEST_S, 2.5 * LONGEST_S]
     assert measured_on(slow, sizes) == [(SIZES[0], 0.001), (SIZES[1], 3 * LONGEST_S)]  # the first turn warms up
-    assert sizes == [SIZES[0]] * TURNS + [SIZES[1]] * 2
+    assert sizes == [SIZES[0]] * TURNS + [SIZES[1]] * LEAST_TURNS
     hiccup = [9.0, *[0.001] * (TURNS - 1), 0.002, 9.0, *[0.002] * (TURNS - 2), *[0.004] * TURNS, *[0.02] * TURNS]
     assert measured_on(hiccup, []) == list(zip(SIZES, [0.001, 0.002, 0.004, 0.02], strict=True))
-    far = [1.0, 1.0, 1.1, 1.1]  # two sizes at least, else nobody knows what the bytes cost
+    far = [1.0] * LEAST_TURNS + [1.1] * LEAST_TURNS  # two sizes at least, else nobody knows what the bytes cost
     assert measured_on(far, []) == [(SIZES[0], 1.0), (SIZES[1], 1.1)]
 
 
