@@ -165,20 +165,29 @@ def main(arguments: list[str]) -> None:
             write(reports, harness.command_of("schedule", arguments), harness.folder_of(options))
 
 
-def write(reports: list[ScheduleReport], command: str, folder: Path) -> None:
-    """What there is so far."""
+def as_markdown(reports: list[ScheduleReport], command: str) -> list[str]:
     first, settings = reports[0], reports[0].settings
     gpu = first.machine.gpu if settings.device == "cuda" else None
     how = "an accelerator is emulated by modules that sleep" if gpu is None else "all share the GPU"
-    judged = harness.table("where", "claim", "target", "measured", "verdict") + [line for r in reports for line in claims(r)]
-    text = [
+    return [
         *harness.heading("Order of transfers", first.date, command, first.machine, gpu),
         f"4 lab hosts, one worker each; {how}. Median over {settings.rounds} rounds of the slowest rank's time per step; "
-        "contenders take turns in each round. Above 1 means faster.", "", *judged,
+        "contenders take turns in each round. Above 1 means faster.", "", *judged(reports),
         *(line for report in reports for line in rows_of(report)),
     ]  # fmt: skip
-    stem = harness.write("schedule", reports, text, first.date, first.machine, folder, gpu)
-    harness.show(judged, stem)
+
+
+def judged(reports: list[ScheduleReport]) -> list[str]:
+    claimed = [line for report in reports for line in claims(report)]
+    return [*harness.table("where", "claim", "target", "measured", "verdict"), *claimed]
+
+
+def write(reports: list[ScheduleReport], command: str, folder: Path) -> None:
+    """What there is so far."""
+    first = reports[0]
+    gpu = first.machine.gpu if first.settings.device == "cuda" else None
+    stem = harness.write("schedule", reports, as_markdown(reports, command), first.date, first.machine, folder, gpu)
+    harness.show(judged(reports), stem)
     print("\n".join(rows_of(reports[-1])), flush=True)
 
 

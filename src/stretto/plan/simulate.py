@@ -255,7 +255,7 @@ def carry(plan: TransferPlan, ready_s: Sequence[float], cost: PartCost) -> Itera
 
 
 def _first_messages(number: int, transfer: Transfer, ready_s: float) -> list[SimulatedMessage]:
-    """Of each part. A transfer of no bytes is a part too: it has a start-up."""
+    """The first hop of each part. A transfer without bytes has one part, because it costs a start-up all the same."""
     each = transfer.part_bytes or max(transfer.num_bytes, 1)
     sizes = [min(each, transfer.num_bytes - begin) for begin in range(0, transfer.num_bytes, each)] or [0]
     return [SimulatedMessage(transfer.priority, ready_s, number, place, 0, len(sizes), size) for place, size in enumerate(sizes)]

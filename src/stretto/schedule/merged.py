@@ -22,7 +22,7 @@ import msgspec
 from stretto.plan.profile import StepProfile
 from stretto.plan.transfers import Gradient, TransferPlan
 from stretto.schedule.best_plan import best_plan
-from stretto.schedule.merge import exact_merge, last_end
+from stretto.schedule.merge import exact_merge
 from stretto.schedule.readiness import in_order_of_readiness, make_transfers, plan_until_profiled, ready_seconds
 
 START_UP_SHARES = (1 / 3, 1 / 10, 1.0)
@@ -46,8 +46,7 @@ class Merged:
             return plan_until_profiled(self, gradients, ranked=False)
         readiness = in_order_of_readiness(gradients, profile)
         groupings = {
-            f"the merge plan for {share:.0%} of a start-up": merged_groups(gradients, profile, share)[0]
-            for share in START_UP_SHARES
+            f"the merge plan for {share:.0%} of a start-up": merged_groups(gradients, profile, share) for share in START_UP_SHARES
         }
         groupings["no merging: start-ups overlap"] = [[gradient] for gradient in readiness]
         groupings["all in one: start-ups take too long"] = _by_kind(readiness)
@@ -58,11 +57,8 @@ class Merged:
         return best_plan(candidates, profile, cross_barrier=False, margin=MARGIN)
 
 
-def merged_groups(
-    gradients: Sequence[Gradient], profile: StepProfile, start_up_share: float = 1.0
-) -> tuple[list[list[Gradient]], float]:
-    """What travels together, in the order of readiness, and when the last of it has arrived, from the beginning of backward; if
-    such a share of a start-up holds the link."""
+def merged_groups(gradients: Sequence[Gradient], profile: StepProfile, start_up_share: float) -> list[list[Gradient]]:
+    """What travels together, in the order of readiness, if this share of a start-up holds the link and the rest is latency."""
     cost = msgspec.structs.replace(profile.cost, start_s=start_up_share * profile.cost.start_s)
     readiness = in_order_of_readiness(gradients, profile)
     seconds = ready_seconds(gradients, profile)
@@ -70,8 +66,7 @@ def merged_groups(
     sizes = [gradient.num_bytes for gradient in readiness]
     kinds = [gradient.kind for gradient in readiness]
     waves = exact_merge(ready_s, sizes, cost, kinds)
-    groups = [group for wave in waves for group in _by_kind([readiness[i] for i in wave])]
-    return groups, last_end(waves, ready_s, sizes, cost, kinds)
+    return [group for wave in waves for group in _by_kind([readiness[i] for i in wave])]
 
 
 def _by_kind(gradients: Sequence[Gradient]) -> list[list[Gradient]]:

@@ -14,6 +14,7 @@ additions. References: Zhang et al., "Poseidon", ATC 2017 (WFBP); Li et al., "Py
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -25,7 +26,7 @@ from stretto.schedule.bucket_size import bucket_bytes
 from stretto.schedule.readiness import MIB, UNPROFILED_BYTES, UNPROFILED_FIRST_BYTES, fill_buckets, make_transfer
 
 
-class FixedOrder:
+class FixedOrder(ABC):
     """What follows from the parameters alone: nothing is measured, and backward is the end of the step's communication."""
 
     __slots__ = ()
@@ -33,9 +34,9 @@ class FixedOrder:
     needs_profile: ClassVar[bool] = False
     early: ClassVar[bool] = True
 
+    @abstractmethod
     def limits(self) -> tuple[int | None, int | None]:
         """From how many bytes on the first bucket is full, and every further one; None: never."""
-        raise NotImplementedError
 
     def plan(self, gradients: Sequence[Gradient], profile: StepProfile | None) -> TransferPlan:
         """A profile changes nothing."""
