@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.worker import remembered
-from stretto.aggregate.all_reduce.compression_thread import CompressionThread
+from stretto.aggregate.all_reduce.compression_thread import CompressionThread, ThreadedExchange
+from stretto.aggregate.all_reduce.exchange import UnderWay
 from stretto.checkpoint import load, save
+from stretto.collectives.plan import Kind, Plan
+from stretto.collectives.request import Pending, Request
 from stretto.compress.by_parameter import ByParameter
 from stretto.compress.codec import Compression
 from stretto.compress.demo import DeMo
@@ -73,6 +76,36 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 def residuals(model: nn.Module) -> dict[str, Tensor]:
     return {name: kinds[RESIDUAL] for name, kinds in remembered(model).own.items() if RESIDUAL in kinds}
+
+
+# -- how gradients are grouped ----------------------------------------------------------------------------------------
+
+
+def test_buckets_that_travel_compressed_are_larger_on_the_same_links() -> None:
+    def program(job: Job, compress: Compression) -> int:
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(16)))
+        job.choices = Choices([0], ["ring"], LinkCosts(alpha=2e-4, beta=1e-7, gamma=1e-9))
+        distribute(model, sgd(model), Strategy(compress=compress), job=job)
+        return len(engine_of(model).training.buckets)  # type: ignore[attr-defined]
+
+    plain, compressed = (run_jobs(2, program, compress) for compress in (NoCompression(), Sign()))
+    assert compressed[0] == compressed[1] and 1 < compressed[0] < plain[0] == plain[1]
+
+
+def test_all_parameters_may_be_frozen_for_a_while() -> None:
+    def program(job: Job) -> bool:
+        model = make()
+        job.choices = Choices([0], ["ring"], LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-9))
+        _, optimizer = distribute(model, sgd(model), Strategy(compress=Int8()), job=job)
+        model.requires_grad_(False)
+        model(batch(job, 0))
+        model.requires_grad_(True)
+        backward(model, batch(job, 1))
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        return not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+    assert run_jobs(2, program) == [True, True]
 
 
 # -- what a loop does -------------------------------------------------------------------------------------------------
@@ -691,3 +724,55 @@ def test_an_exchange_that_raises_is_raised_where_it_is_waited_for() -> None:
     with pytest.raises(StrettoError, match="on purpose"):
         exchange.wait()
     thread.stop()
+
+
+class Computation:
+    """A GPU's event, that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_over, self.was_asked = False, threading.Event()
+
+    def query(self) -> bool:
+        self.was_asked.set()
+        return self.is_over
+
+
+def test_a_bucket_whose_gradients_are_not_computed_yet_holds_up_no_other_but_those_that_begin_after_it() -> None:
+    steps: list[str] = []
+    travelled, done = Pending(Request(Plan(Kind.BARRIER, "none", 0, 1, 1, ()), torch.empty(0))), threading.Event()
+
+    def under_way(name: str) -> UnderWay:
+        steps.append(f"{name} begins")
+        yield travelled
+        steps.append(f"{name} goes on")
+        done.set()
+
+    thread, computation = CompressionThread(), Computation()
+    first = thread.submit(under_way("first"), torch.device("cpu"))
+    late, closing = (ThreadedExchange(under_way(name), torch.device("cpu")) for name in ("late", "closing"))
+    late.submitted = computation  # type: ignore[assignment]
+    thread._ready.put(late)
+    thread._ready.put(closing)
+    assert computation.was_asked.wait(5)
+    travelled.finish(None)
+    assert done.wait(5) and steps == ["first begins", "first goes on"]
+    first.wait()
+    computation.is_over = True
+    for exchange in (late, closing):
+        exchange.wait()
+    assert len(steps) == 6 and steps.index("late begins") < steps.index("closing begins")
+    thread.stop()
+
+
+def test_buckets_that_wait_for_a_gpu_end_with_their_thread() -> None:
+    def under_way() -> UnderWay:
+        raise AssertionError("it never begins")
+        yield
+
+    thread, exchange, computation = CompressionThread(), ThreadedExchange(under_way(), torch.device("cpu")), Computation()
+    exchange.submitted = computation  # type: ignore[assignment]
+    thread._ready.put(exchange)
+    assert computation.was_asked.wait(5)
+    thread.stop()
+    with pytest.raises(StrettoError, match="shut down"):
+        exchange.wait()

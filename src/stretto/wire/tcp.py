@@ -77,7 +77,7 @@ class TcpWire(TcpMeeting):
 
     def _orphans(self, rank: int) -> list[Handle]:
         connection = self._connections[rank]
-        with connection.lock:
+        with connection.writing, connection.lock:
             handles = [item.handle for item in connection.outgoing if item.handle is not None]
             if rank in self._left:
                 connection.keep_last_words()
@@ -109,7 +109,7 @@ class TcpWire(TcpMeeting):
                 continue
             del self._parting[connection]
             self._poller.unregister(connection.descriptor)
-            with connection.lock:
+            with connection.writing, connection.lock:
                 connection.outgoing.clear()
                 connection.socket.close()
 
@@ -128,7 +128,7 @@ class TcpWire(TcpMeeting):
 
     def _withdraw(self, connection: TcpConnection, name: tuple[int, int]) -> None:
         """What is queued from memory that its owner takes back goes out as it is now, from a copy: the frame was promised."""
-        with connection.lock:
+        with connection.writing, connection.lock:
             for item in connection.outgoing:
                 if item.handle is not None and item.handle.tag[:2] == name:
                     item.withdraw()

@@ -55,7 +55,9 @@ class TcpConnection(Connection):
         self.descriptor = connection.fileno()
         self.outgoing: deque[OutgoingBytes] = deque()
         self.wants_to_write = False
-        self.lock = threading.Lock()  # for what the writing thread touches too, where there is one
+        # Where there is a writing thread: `lock` is for the queue, and never held during a system call, which copies megabytes;
+        # `writing` is held during one, by whoever needs the memory or the socket to stay. Taken in the order writing, lock.
+        self.lock, self.writing = threading.Lock(), threading.Lock()
         self.handed_over = False
         self.closed = False
         self.spoke_at = now
@@ -80,14 +82,17 @@ class TcpConnection(Connection):
     def write_some(self) -> list[Handle]:
         """One system call; returns the transfers it ended. Raises BlockingIOError when the kernel takes no more."""
         outgoing, finished = self.outgoing, []
-        sent = self.socket.sendmsg([outgoing[i].view for i in range(min(len(outgoing), MAX_GATHER))])
-        while outgoing and sent >= outgoing[0].view.nbytes:
-            item = outgoing.popleft()
-            sent -= item.view.nbytes
-            if item.handle is not None:
-                finished.append(item.handle)
-        if sent:
-            outgoing[0].view = outgoing[0].view[sent:]
+        with self.lock:
+            views = [outgoing[i].view for i in range(min(len(outgoing), MAX_GATHER))]
+        sent = self.socket.sendmsg(views)
+        with self.lock:
+            while outgoing and sent >= outgoing[0].view.nbytes:
+                item = outgoing.popleft()
+                sent -= item.view.nbytes
+                if item.handle is not None:
+                    finished.append(item.handle)
+            if sent:
+                outgoing[0].view = outgoing[0].view[sent:]
         return finished
 
     def keep_last_words(self) -> None:
@@ -106,7 +111,7 @@ class TcpConnection(Connection):
 
         To close with something unread would reset the connection, and take back what the peer has not read yet.
         """
-        with self.lock:
+        with self.writing:
             try:
                 for _ in range(MAX_GATHER):
                     if not self.socket.recv_into(self.ahead):

@@ -5,8 +5,10 @@ With processors to spare the writing goes to this thread (system calls release t
 communication thread only reads and adds. Where processors are scarce the extra thread costs more than it gives, and the
 wire writes by itself.
 
-A connection is written to by one thread at a time: `connection.handed_over` says that it is this one's. Everything that both
-threads touch (the queue's head, the socket's life) is touched under `connection.lock`; each hold is one non-blocking system call.
+A connection is written to by one thread at a time: `connection.handed_over` says that it is this one's. `connection.lock` is for
+the queue alone, so that the communication thread can always add to it; while it was also held during system calls, that thread
+waited for it 30 % of its time at 10 Gbit/s. Whoever takes memory back or closes the socket waits for `connection.writing`, which
+is held during a system call that does not block.
 """
 
 from __future__ import annotations
@@ -74,10 +76,11 @@ class Writer:
     def _write(self, connection: TcpConnection) -> bool:
         """Write until the queue is empty (True: the connection is the wire's again) or the kernel is full (False)."""
         while True:
-            with connection.lock:
-                if connection.closed or not connection.outgoing:
-                    connection.handed_over = False
-                    return True
+            with connection.writing:
+                with connection.lock:
+                    if connection.closed or not connection.outgoing:
+                        connection.handed_over = False
+                        return True
                 try:
                     finished = connection.write_some()
                 except BlockingIOError:

@@ -1,8 +1,9 @@
 """The compression thread: it takes buckets through their exchanges, so that encoding overlaps backward and the wire.
 
 One thread advances all exchanges of a model, in the order in which their collectives end, so one bucket is encoded while others
-travel; the first steps are taken in the order of submission. On a GPU the steps are queued on a stream of the thread's own,
-after whatever the submitting stream had queued.
+travel; the first steps are taken in the order of submission. On a GPU the steps are queued on a stream of the thread's own, and
+the first step of a bucket only once the submitting stream has computed its gradients: the steps of other buckets would queue up
+behind it, and wait for the rest of backward.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import deque
+from typing import Final
 
 import torch
 
@@ -18,6 +21,7 @@ from stretto.collectives.request import Pending
 from stretto.errors import StrettoError
 
 STOP_S = 5.0
+COMPUTED_POLL_S: Final = 0.0003
 
 
 class ThreadedExchange:
@@ -42,6 +46,14 @@ class ThreadedExchange:
             torch.cuda.current_stream(self.device).wait_event(self.finished)
         if self.error is not None:
             raise self.error
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the gradients are there that it begins with."""
+        try:
+            return self.submitted is None or bool(self.submitted.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # the GPU has failed, which the first step will find out too, and whoever waits for it
+            return True
 
     @property
     def done(self) -> bool:
@@ -97,8 +109,10 @@ def _shut_down() -> StrettoError:
 def _run(ready: queue.SimpleQueue[ThreadedExchange | None]) -> None:
     streams: dict[torch.device, torch.cuda.Stream] = {}
     under_way: set[ThreadedExchange] = set()
-    while _take_step(ready, streams, under_way):
+    early: deque[ThreadedExchange] = deque()
+    while _take_step(ready, early, streams, under_way):
         pass
+    under_way |= set(early)
     while not ready.empty():
         under_way |= {left for left in [ready.get()] if left is not None}
     for exchange in under_way:
@@ -108,17 +122,33 @@ def _run(ready: queue.SimpleQueue[ThreadedExchange | None]) -> None:
 
 def _take_step(
     ready: queue.SimpleQueue[ThreadedExchange | None],
+    early: deque[ThreadedExchange],
     streams: dict[torch.device, torch.cuda.Stream],
     under_way: set[ThreadedExchange],
 ) -> bool:
     """Advance the next exchange that is ready; False if none will come. A function, so that a thread that waits holds none."""
-    exchange = ready.get()
+    exchange = _next(ready, early)
     if exchange is None:
         return False
     with _stream_of(exchange, streams):
         _advance(exchange, ready)
     (under_way.discard if exchange.done else under_way.add)(exchange)
     return True
+
+
+def _next(ready: queue.SimpleQueue[ThreadedExchange | None], early: deque[ThreadedExchange]) -> ThreadedExchange | None:
+    """The next exchange that can go on. `early`: those that have not begun, because the GPU is still computing the gradients of
+    the first of them. None begins before an earlier one: the closing notes say what was found in all buckets before them."""
+    while not early or not early[0].is_computed:
+        try:
+            exchange = ready.get(timeout=COMPUTED_POLL_S if early else None)
+        except queue.Empty:
+            continue
+        if exchange is None or exchange.waits_for is not None or (not early and exchange.is_computed):
+            return exchange
+        early.append(exchange)
+        del exchange
+    return early.popleft()
 
 
 def _stream_of(
@@ -134,9 +164,6 @@ def _stream_of(
 def _advance(exchange: ThreadedExchange, ready: queue.SimpleQueue[ThreadedExchange | None]) -> None:
     """On to the next collective, or to the end."""
     try:
-        if exchange.submitted is not None:
-            torch.cuda.current_stream(exchange.device).wait_event(exchange.submitted)
-            exchange.submitted = None
         failure = None if exchange.waits_for is None else exchange.waits_for.error
         exchange.waits_for = next(exchange.under_way) if failure is None else exchange.under_way.throw(failure)
     except StopIteration:
