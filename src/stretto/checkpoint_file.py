@@ -47,14 +47,23 @@ def write(path: Path, content: dict[str, Any]) -> None:
     """Make `path` hold `content`, atomically. Raises what the system raises; the old file is untouched then."""
     for name, value in content.items():
         plain_values.check(value, name)
-    target = _target(path)
-    _remove_left(target)
-    with _new_part(target) as (part, file):
+    with replacing(path) as (part, file):
         torch.save(content, file)
         _seal(file)
         file.flush()
-        os.fsync(file.fileno())
         _check_loadable(part)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+    """A new file, and its name until the block ends: then it is on the disk, and is what `path` names. If the block raises, the
+    old file is untouched."""
+    target = _target(path)
+    _remove_left(target)
+    with _new_part(target) as (part, file):
+        yield part, file
+        file.flush()
+        os.fsync(file.fileno())
         part.replace(target)
     _sync_folder(target.parent)
 
