@@ -1,0 +1,19 @@
+"""The parameter server: a model's values on servers, to which workers push gradients and from which they pull.
+
+The protocol, as machines without input or output (`docs/parameter-server.md` has it as a whole):
+
+    layout          the model as ranges, the unit of everything below
+    hash_ring       which server has which range, and which ones have copies
+    messages        what is said, and by whom to whom
+    consistency     when a gradient is applied and when a worker may read: one rule for each answer to `sync=`
+    replica         what every server of a range has of it, in the same bits
+    head            what the first server of a range does: it takes pushes and answers pulls
+    holding         one server's place in the chain of a range
+    server          the machine of a server: chains that break, are mended and handed over
+    client          the machine of a worker; `routes` is where its requests go
+    lives           which life of a rank is meant
+
+The values, which know no protocol:
+
+    shard_optimizer, gradient_sum, compensation, read_only
+"""

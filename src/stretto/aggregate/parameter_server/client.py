@@ -1,0 +1,400 @@
+"""The machine of a worker: it pushes and pulls, and sees to it that each request reaches whoever serves its range.
+
+    running = loop.start(ClientMachine(rank, layout, servers=[4, 5], replicas=1), channel)
+    clock = running.request(Enter()).result(timeout_s)                              all ranges; 0 at the beginning of a job
+    running.request(Pull(r, clock, into=values)).result(timeout_s)                  ValuesPulled, with the version
+    running.request(Push(r, clock, gradient, options, version)).result(timeout_s)   PushTaken: every server of the range has it
+    running.request(Quit()).result(timeout_s)                                       nobody waits for this worker any more
+
+A worker's clock is the number of steps that it has pushed. In each step it pulls at its clock and then pushes with it, each range
+once; the next step has the next clock. Pushes need not be acknowledged before it goes on: with `SoftSync` the acknowledgement
+may take as long as other workers do. What was pushed must not change until then, for it may have to be sent again.
+
+A worker that comes late, or again (a new `life`), enters with the clock of the slowest worker, and the others wait for it from
+then on. Ranges may have different ideas of that clock, so entering takes two rounds: every range admits the worker with its
+own, then all of them set it to the highest.
+
+Pulls wait here while `window_bytes` are asked from the same server, so that a server need not keep the whole model for a worker
+that takes nothing. Pushes do not: they may have to wait for other workers' pushes of the same range. Start the machine with
+`unsent_bytes` of at least the bytes that are pushed to a server in a step.
+
+Needs what `server.py` needs. A range of which no server lives fails its requests with `PeerLost`, which names its parameters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from stretto.aggregate.parameter_server.hash_ring import HashRing
+from stretto.aggregate.parameter_server.layout import RangeLayout
+from stretto.aggregate.parameter_server.lives import Lives
+from stretto.aggregate.parameter_server.messages import (
+    EnterRange,
+    FillValues,
+    LeaveRange,
+    NotHead,
+    Options,
+    PullValues,
+    PushGradient,
+    PushTaken,
+    RangeChain,
+    RangeEntered,
+    RangeFilled,
+    RangeLeft,
+    RangeQuery,
+    RangeReport,
+    RangesPlaced,
+    RequestRefused,
+    ServedAnswer,
+    ServedRequest,
+    ToClient,
+    ValuesPulled,
+)
+from stretto.aggregate.parameter_server.routes import RangeRequest, RequestKey, Route
+from stretto.errors import ConfigurationError, FrameError, PeerLost, StrettoError, WireError
+from stretto.protocol.machine import Actions, Machine, Payload, Reply, SendMessage
+
+WINDOW_BYTES: Final = 64 << 20
+MAX_NAMES: Final = 10  # of parameters, in an error
+
+
+class Push(NamedTuple):
+    """A gradient of float32 values. The reply is a `PushTaken`."""
+
+    range: int
+    clock: int
+    payload: Payload
+    options: Options
+    version_read: int
+    weight: float = 1.0
+
+
+class Pull(NamedTuple):
+    """The values, into writable memory of their size. The reply is a `ValuesPulled`.
+
+    `newer_than`: wait for a version after this one. Backup workers give the version that they have pushed on.
+    """
+
+    range: int
+    clock: int
+    into: Any
+    newer_than: int = -1
+
+
+class Fill(NamedTuple):
+    """The values that training begins with. The first worker that fills a range does; for others it has no effect."""
+
+    range: int
+    payload: Payload
+
+
+class Enter(NamedTuple):
+    """Take part. The reply is the clock to begin with."""
+
+
+class Quit(NamedTuple):
+    """Take part no more. Pushes that are under way are acknowledged all the same."""
+
+
+@dataclass(eq=False)
+class Passage:
+    """This worker enters, or quits, all ranges."""
+
+    ticket: int
+    enters: bool
+    clock: int | None = None  # what all ranges are told in the second round
+    answers: dict[int, int] = field(default_factory=dict)  # range -> the clock that it has admitted this worker with
+
+
+class ClientMachine(Machine):
+    """See the module's text. `servers`, `replicas`: as all servers have them. `life`: the generation in which this worker
+    joined."""
+
+    header_type = ToClient
+
+    def __init__(
+        self,
+        rank: int,
+        layout: RangeLayout,
+        *,
+        servers: Sequence[int],
+        replicas: int = 0,
+        life: int = 0,
+        lives: Mapping[int, int] | None = None,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self.rank = rank
+        self.layout = layout
+        self.life = life
+        self.lives = Lives(lives or {})
+        self._window_bytes = window_bytes
+        self._others = set(servers)  # that may be servers
+        ring = HashRing(servers)
+        placed = ring.place(layout.ranges)
+        self.routes = [Route(index, 0, ring.chain(index, placed[index], replicas + 1)) for index in range(len(layout))]
+        self._pulling: dict[int, tuple[int, int]] = {}  # range -> the server that it is pulled from, and how many bytes
+        self._in_window: Counter[int] = Counter()  # server -> bytes that are pulled from it
+        self._pulls_that_wait: dict[int, None] = {}  # ranges, in order
+        self._passage: Passage | None = None  # while this worker enters or quits
+        self._actions: list[SendMessage | Reply] = []
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def on_request(self, now: float, ticket: int, request: Push | Pull | Fill | Enter | Quit) -> Actions:
+        match request:
+            case Enter():
+                self._pass(Passage(ticket, enters=True))
+            case Quit():
+                self._pass(Passage(ticket, enters=False))
+            case _:
+                fault = self._fault_in(request)
+                if fault is None:
+                    self._add(self.routes[request.range], self._request(ticket, request))
+                else:
+                    self._actions.append(Reply(ticket, error=ConfigurationError(fault)))
+        return self._take_actions()
+
+    def on_message(self, now: float, source: int, header: ToClient, payload: memoryview) -> Actions:
+        match header:
+            case RangesPlaced(chains):
+                self._heard_of(chains)
+            case RangeQuery(index):
+                self._send(source, RangeReport(RangeChain(index, -1, []), False))  # a worker has no ranges
+            case NotHead(chain=chain) | RangeReport(chain=chain) if 0 <= chain.range < len(self.layout):
+                route = self.routes[chain.range]
+                route.heard_of(chain, self.lives)
+                if isinstance(header, NotHead):
+                    route.turned_away(source, header.holds, header.attempt)
+                else:
+                    self._on_report(route, source, header.holds)
+                self._dispatch(route)
+            case PushTaken() | ValuesPulled() | RangeFilled() | RangeEntered() | RangeLeft() | RequestRefused():
+                if 0 <= header.range < len(self.layout):
+                    self._on_answer(source, self.routes[header.range], header, payload)
+        return self._take_actions()
+
+    def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
+        self.lives.end(left)
+        for route in self.routes:
+            for rank in left:
+                route.left(rank, self.lives.current(rank))
+        for index, (server, _) in list(self._pulling.items()):
+            if server in left:
+                self._forget_pull(index)
+        self.lives.begin(joined, generation)
+        self._others = (self._others - set(left)) | set(joined)
+        for route in self.routes:
+            self._dispatch(route)
+        return self._take_actions()
+
+    def _take_actions(self) -> Actions:
+        for index in list(self._pulls_that_wait):
+            self._pull_if_there_is_room(self.routes[index])
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _send(self, to: int, header: Any, payload: Payload = b"") -> None:
+        self._actions.append(SendMessage(to, header, payload))
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _fault_in(self, request: Push | Pull | Fill) -> str | None:
+        kind = type(request).__name__
+        if not 0 <= request.range < len(self.layout):
+            return f"{kind}(range={request.range}): the model has {len(self.layout)} ranges, from 0 on."
+        memory = memoryview(request.into if isinstance(request, Pull) else request.payload)
+        wanted = self.layout.ranges[request.range].num_bytes
+        if memory.nbytes != wanted or not memory.c_contiguous or (memory.readonly and isinstance(request, Pull)):
+            return (
+                f"{kind}(range={request.range}) with {memory.nbytes} bytes: that range has {wanted}.\n"
+                f"Give contiguous memory of that size{', which can be written' if isinstance(request, Pull) else ''}."
+            )
+        return None
+
+    def _request(self, ticket: int, request: Push | Pull | Fill) -> RangeRequest:
+        layout, life = self.layout.digest, self.life
+        match request:
+            case Push(index, clock, payload, options, version, weight):
+                return RangeRequest(ticket, PushGradient(layout, life, 0, index, clock, version, weight, options), payload)
+            case Pull(index, clock, into, newer_than):
+                header = PullValues(layout, life, 0, index, clock, newer_than)
+                return RangeRequest(ticket, header, b"", memoryview(into).cast("B"))
+            case Fill(index, payload):
+                return RangeRequest(ticket, FillValues(layout, life, 0, index), payload)
+
+    def _add(self, route: Route, request: RangeRequest) -> None:
+        if route.lost is not None:
+            self._fail(request, route.lost)
+        elif request.key in route.requests:
+            again = f"{request.header}: such a request is under way, and its answer could not be told apart. Wait for it."
+            self._actions.append(Reply(request.ticket, error=ConfigurationError(again)))
+        else:
+            route.requests[request.key] = request
+            if route.sent_to is None:
+                self._dispatch(route)
+            else:
+                self._transmit(route, request)
+
+    def _dispatch(self, route: Route) -> None:
+        """Send everything to the server that has the range now, if there is one and it has not got it."""
+        if route.sent_to is not None or not route.requests:
+            return
+        if not route.members:
+            self._ask_who_has(route)
+        elif route.members[0] != route.turned_away_by:
+            route.sent_to = route.members[0]
+            route.attempt += 1
+            for request in list(route.requests.values()):
+                self._transmit(route, request)
+
+    def _transmit(self, route: Route, request: RangeRequest) -> None:
+        assert route.sent_to is not None
+        if isinstance(request.header, PullValues):
+            self._forget_pull(route.index)
+            self._pulls_that_wait[route.index] = None
+        else:
+            self._send(route.sent_to, msgspec.structs.replace(request.header, attempt=route.attempt), request.payload)
+
+    def _pull_if_there_is_room(self, route: Route) -> None:
+        request, server = route.requests.get((PullValues.__name__, -1)), route.sent_to
+        if request is None or server is None:  # it will be sent to another one
+            del self._pulls_that_wait[route.index]
+            return
+        num_bytes = self.layout.ranges[route.index].num_bytes
+        if self._in_window[server] and self._in_window[server] + num_bytes > self._window_bytes:
+            return
+        del self._pulls_that_wait[route.index]
+        self._pulling[route.index] = (server, num_bytes)
+        self._in_window[server] += num_bytes
+        self._send(server, msgspec.structs.replace(request.header, attempt=route.attempt))
+
+    def _forget_pull(self, index: int) -> None:
+        if index in self._pulling:
+            server, num_bytes = self._pulling.pop(index)
+            self._in_window[server] -= num_bytes
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _on_answer(self, source: int, route: Route, header: ServedAnswer, payload: memoryview) -> None:
+        """It may be the second answer to a request that was sent twice: then nobody waits for it."""
+        key = _key_of(header)
+        request = route.requests.get(key)
+        if request is None or not _answers(header, request.header):
+            return
+        del route.requests[key]
+        if isinstance(request.header, PullValues):
+            self._forget_pull(route.index)
+        if isinstance(header, RequestRefused):
+            self._fail(request, WireError(f"rank {source}: {header.reason}"))
+        elif isinstance(request.header, (EnterRange, LeaveRange)):
+            self._passed(route.index, header.clock if isinstance(header, RangeEntered) else 0)
+        elif request.into is not None and payload.nbytes != request.into.nbytes:
+            self._fail(request, FrameError(source, f"{payload.nbytes} bytes of values for range {route.index}"))
+        else:
+            if request.into is not None:
+                request.into[:] = payload
+            self._actions.append(Reply(request.ticket, header))
+
+    def _fail(self, request: RangeRequest, error: StrettoError) -> None:
+        if not isinstance(request.header, (EnterRange, LeaveRange)):
+            self._actions.append(Reply(request.ticket, error=error))
+        elif self._passage is not None and self._passage.ticket == request.ticket:
+            self._actions.append(Reply(request.ticket, error=error))
+            self._passage = None
+
+    # -- entering and quitting ----------------------------------------------------------------------------------------
+
+    def _pass(self, passage: Passage) -> None:
+        """Tell all ranges."""
+        if self._passage not in (None, passage):
+            error = ConfigurationError("this worker enters or quits already: wait until it has.")
+            self._actions.append(Reply(passage.ticket, error=error))
+            return
+        self._passage = passage
+        passage.answers = {}
+        layout, life = self.layout.digest, self.life
+        for index, route in enumerate(self.routes):
+            header: ServedRequest = LeaveRange(layout, life, 0, index)
+            if passage.enters:
+                header = EnterRange(layout, life, 0, index, passage.clock)
+            self._add(route, RangeRequest(passage.ticket, header))
+
+    def _passed(self, index: int, clock: int) -> None:
+        passage = self._passage
+        if passage is None:
+            return
+        passage.answers[index] = clock
+        if len(passage.answers) < len(self.layout):
+            return
+        if passage.enters and passage.clock is None:
+            passage.clock = max(passage.answers.values())
+            self._pass(passage)
+        else:
+            self._passage = None
+            self._actions.append(Reply(passage.ticket, passage.clock))
+
+    # -- where ranges are ---------------------------------------------------------------------------------------------
+
+    def _heard_of(self, chains: list[RangeChain]) -> None:
+        for chain in chains:
+            if 0 <= chain.range < len(self.layout):
+                self.routes[chain.range].heard_of(chain, self.lives)
+                self._dispatch(self.routes[chain.range])
+
+    def _ask_who_has(self, route: Route) -> None:
+        if route.asked is not None:
+            return
+        route.asked = {rank for rank in self._others if self.lives.is_here(rank)}
+        route.is_held = False
+        for rank in sorted(route.asked):
+            self._send(rank, RangeQuery(route.index, route.ended))
+        self._give_up_if_nobody_has(route)
+
+    def _on_report(self, route: Route, source: int, holds: bool) -> None:
+        if route.asked is not None and source in route.asked:
+            route.asked.remove(source)
+            route.is_held |= holds
+            self._give_up_if_nobody_has(route)
+
+    def _give_up_if_nobody_has(self, route: Route) -> None:
+        if route.asked or route.is_held:
+            return
+        names = self.layout.ranges[route.index].names
+        shown = ", ".join(repr(name) for name in names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
+        last = route.ended[-1][0] if route.ended else -1
+        route.lost = PeerLost(last, f"with it the last copy of range {route.index} of the model is gone: {shown}")
+        requests, route.requests = route.requests, {}
+        for request in requests.values():
+            self._fail(request, route.lost)
+
+
+def _key_of(answer: ServedAnswer) -> RequestKey:
+    """Of the request that it answers."""
+    match answer:
+        case PushTaken(clock=clock):
+            return PushGradient.__name__, clock
+        case ValuesPulled():
+            return PullValues.__name__, -1
+        case RangeFilled():
+            return FillValues.__name__, -1
+        case RangeEntered():
+            return EnterRange.__name__, -1
+        case RangeLeft():
+            return LeaveRange.__name__, -1
+        case RequestRefused(request=request, clock=clock):
+            return request, clock
+
+
+def _answers(header: Any, request: ServedRequest) -> bool:
+    """Whether it is an answer to this request, and not a late one to an earlier request of its kind."""
+    match header, request:
+        case ValuesPulled(), PullValues():
+            return bool(header.clock == request.clock and header.version > request.newer_than)
+        case RangeEntered(), EnterRange(clock=clock):
+            return clock is None or bool(header.clock >= clock)
+    return True

@@ -1,0 +1,308 @@
+"""What the first server of a range does: it takes pushes, makes changes of them, and answers when all servers of the chain have
+these.
+
+A push is checked, then *held* until it is due, then *gathered* until there is enough for an update (`consistency.py` says
+when). The update is a change, which is made here and goes down the chain. Pulls are *parked* until the rule lets them read.
+
+Whatever is answered waits until the last server of the chain has everything that was changed before: so no answer, to a push or
+to a pull, ever says something that is lost with this server. A worker that has read an update can rely on it.
+
+Pushes are idempotent by (worker, life, clock). One that comes again after it was counted is acknowledged again; one that is
+held or gathered is acknowledged when it has been counted. The acknowledgement of a repeated one does not say whether it was
+discarded.
+
+What is held, gathered or parked is in this server's memory alone. If it dies, or hands the range over, workers send again what
+was not answered. Gradients of a worker that dies count if they are in: those that were applied, held or gathered, and not one
+that was still on its way.
+
+Memory:    gradients are added to one buffer as they arrive; an update of one gradient is made straight from the wire's memory.
+           Those that are held are copies: none, but with a bound of 0 one for each worker.
+Reference: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014, for clocks by range and for
+           replication after aggregation; van Renesse and Schneider, "Chain replication", OSDI 2004, for answers that wait.
+Departs:   reads are answered by the first server of the chain when the last one is as far as it, not by the last one: the rule
+           needs to know of gradients that have come in and are not counted yet.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stretto.aggregate.parameter_server.consistency import ConsistencyRule, PullState, lowest
+from stretto.aggregate.parameter_server.gradient_sum import GradientSum
+from stretto.aggregate.parameter_server.layout import ParameterRange
+from stretto.aggregate.parameter_server.lives import Lives
+from stretto.aggregate.parameter_server.messages import (
+    Admitted,
+    Applied,
+    Change,
+    Discarded,
+    EnterRange,
+    Filled,
+    FillValues,
+    LeaveRange,
+    Options,
+    Part,
+    PullValues,
+    PushGradient,
+    PushTaken,
+    RangeEntered,
+    RangeFilled,
+    RangeLeft,
+    RequestRefused,
+    Retired,
+    ServedRequest,
+    Shown,
+    ValuesPulled,
+)
+from stretto.aggregate.parameter_server.replica import RangeReplica
+from stretto.errors import MalformedPayload
+from stretto.protocol.machine import Payload
+
+
+class UpdateRecord(NamedTuple):
+    """An update, for the ledger: made to this version, of gradients that were computed on theirs. tau is the difference."""
+
+    range: int
+    version_applied: int
+    parts: list[Part]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all ranges of a server have in common."""
+
+    rule: ConsistencyRule
+    lives: Lives
+    send: Callable[[int, Any, Payload], None]
+    fault_in: Callable[[Options], str | None]  # why options are wrong, before anything is done with them
+    on_update: Callable[[UpdateRecord], None]
+
+
+class HeldGradient(NamedTuple):
+    """A gradient that waits, ordered by clock and worker."""
+
+    clock: int
+    worker: int
+    push: PushGradient
+    payload: bytes
+
+
+class HeldAnswer(NamedTuple):
+    """An answer that waits until the last server has this sequence."""
+
+    sequence: int
+    worker: int
+    header: Any
+    payload: Payload
+
+
+class RangeHead:
+    """See the module's text. `log(change, payload)` passes on a change that has been made here."""
+
+    def __init__(
+        self, parameters: ParameterRange, replica: RangeReplica, terms: Terms, log: Callable[[Change, Payload], None]
+    ) -> None:
+        self.replica = replica
+        self.stored = -1  # the last server has all changes up to this sequence
+        self._range = parameters
+        self._rule = terms.rule
+        self._terms = terms
+        self._log = log
+        self._received = {worker: each.clock for worker, each in replica.workers.items()}  # clocks, with what is not counted yet
+        self._held: list[HeldGradient] = []
+        self._sum: GradientSum | None = None
+        self._gathered: list[Part] = []
+        self._weight = 0.0  # of what is gathered, without the rule's factors
+        self._options: Options = {}
+        self._parked: dict[int, PullValues] = {}  # by worker
+        self._answers: list[HeldAnswer] = []
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def take(self, source: int, request: ServedRequest, payload: memoryview) -> None:
+        """A request of a worker. One that is wrong is refused, and has changed nothing."""
+        fault = self._fault_in(source, request, payload)
+        if fault is not None:
+            self._refuse(source, type(request).__name__, request.clock if isinstance(request, PushGradient) else -1, fault)
+            return
+        match request:
+            case PushGradient():
+                self._push(source, request, payload)
+            case PullValues():
+                self._parked[source] = request
+            case FillValues():
+                if not self.replica.filled:
+                    self._change(Filled(), payload)
+                self._answer(source, RangeFilled(self._range.index))
+            case EnterRange(life=life, clock=clock):
+                self._enter(source, life, clock)
+            case LeaveRange():
+                self.retire(source)
+                self._answer(source, RangeLeft(self._range.index))
+        self._settle()
+
+    def _fault_in(self, source: int, request: ServedRequest, payload: memoryview) -> str | None:
+        known = self.replica.workers.get(source)
+        life, wanted = request.life, self._range.num_bytes if isinstance(request, (PushGradient, FillValues)) else 0
+        if payload.nbytes != wanted:
+            return f"it has {payload.nbytes} bytes, and needs {wanted}"
+        if known is not None and life < known.life:
+            return f"it is of life {life} of that worker, and life {known.life} has taken its place"
+        if isinstance(request, (PushGradient, PullValues)):
+            if known is None or life != known.life:
+                return f"life {life} of that worker does not count among the workers: it has to enter first"
+            if request.clock > self._received[source]:
+                return f"its clock {request.clock} is of the future: {self._received[source]} pushes have come in"
+        if isinstance(request, PushGradient) and known is not None:
+            if request.clock < known.first:
+                return f"its clock {request.clock} is of the past: the worker has begun with {known.first}"
+            if not 0 <= request.version_read <= self.replica.version:
+                return f"it was computed on version {request.version_read}, and version {self.replica.version} is the last"
+            if not 0 < request.weight < math.inf:
+                return f"its weight is {request.weight}, and must be positive and finite"
+            return self._terms.fault_in(request.options)
+        return None
+
+    def _refuse(self, worker: int, request: str, clock: int, fault: str) -> None:
+        reason = f"a {request} of rank {worker} for range {self._range.index} was refused: {fault}."
+        self._terms.send(worker, RequestRefused(self._range.index, request, clock, reason), b"")
+
+    def _push(self, source: int, push: PushGradient, payload: memoryview) -> None:
+        clock, index = push.clock, self._range.index
+        if clock < self.replica.workers[source].clock:
+            self._answer(source, PushTaken(index, clock, self.replica.version, None))
+        if clock < self._received[source]:
+            return
+        self._received[source] = clock + 1
+        if not self._rule.takes(self.replica.version, push.version_read):
+            self._change(Discarded([Part(source, push.life, clock, push.version_read)]), b"")
+            self._answer(source, PushTaken(index, clock, self.replica.version, False))
+        elif self._held or not self._rule.is_due(clock, self._slowest()):
+            insort(self._held, HeldGradient(clock, source, push, bytes(payload)), key=lambda held: held[:2])
+        else:
+            self._gather(source, push, payload)
+
+    def _enter(self, worker: int, life: int, clock: int | None) -> None:
+        known = self.replica.workers.get(worker)
+        if known is not None and known.life != life:
+            self.forget(worker)
+            known = None
+        if known is None:
+            slowest = self._slowest()
+            begin = self.replica.floor if slowest == math.inf else int(slowest)
+        else:
+            begin = self._received[worker]
+        if clock is not None:
+            begin = max(begin, clock)
+        if known is None or begin > self._received[worker]:
+            self._change(Admitted(worker, life, begin), b"")
+            self._received[worker] = begin
+        self._answer(worker, RangeEntered(self._range.index, begin))
+
+    def retire(self, worker: int) -> None:
+        """Nobody waits for it any more. What it has pushed counts all the same."""
+        if worker in self.replica.workers:
+            self._change(Retired(worker), b"")
+            del self._received[worker]
+            self._parked.pop(worker, None)
+
+    def forget(self, worker: int) -> None:
+        """It has died: it takes no answers either."""
+        self._answers = [answer for answer in self._answers if answer.worker != worker]
+        self.retire(worker)
+        self._settle()
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    def _slowest(self) -> float:
+        return lowest(list(self._received.values()))
+
+    def _settle(self) -> None:
+        """Do all that can be done now."""
+        while self._make_update() or self._gather_next():
+            pass
+        self._answer_pulls()
+
+    def _gather_next(self) -> bool:
+        if not self._held or not self._rule.is_due(self._held[0].clock, self._slowest()):
+            return False
+        held = self._held.pop(0)
+        self._gather(held.worker, held.push, memoryview(held.payload))
+        return True
+
+    def _gather(self, worker: int, push: PushGradient, payload: memoryview) -> None:
+        part = Part(worker, push.life, push.clock, push.version_read)
+        factor = self._rule.factor(self.replica.version - push.version_read)
+        if not self._gathered and not self._rule.sums and self._is_complete(1, push.clock):
+            self._apply([part], payload, push.options, factor, push.weight)
+            return
+        if self._sum is None:
+            self._sum = GradientSum(self._range.numel)
+        self._sum.add(np.frombuffer(payload, np.float32), push.weight * factor)
+        self._gathered.append(part)
+        self._weight += push.weight
+        self._options = push.options
+
+    def _is_complete(self, num_gathered: int, clock: int) -> bool:
+        return self._rule.is_complete(num_gathered, clock, self._slowest(), len(self._received))
+
+    def _make_update(self) -> bool:
+        if not self._gathered or not self._is_complete(len(self._gathered), self._gathered[0].clock):
+            return False
+        assert self._sum is not None
+        parts, self._gathered = self._gathered, []
+        weight, self._weight = self._weight, 0.0
+        lr_scale = 1.0 if self._rule.sums else min(1.0, self._sum.weight / weight)
+        gradient = self._sum.take_total() if self._rule.sums else self._sum.take_mean()
+        self._apply(parts, gradient.data.cast("B"), self._options, lr_scale, weight)
+        return True
+
+    def _apply(self, parts: list[Part], gradient: memoryview, options: Options, lr_scale: float, weight: float) -> None:
+        """The options are those of the gradient that came last."""
+        index, version = self._range.index, self.replica.version
+        try:
+            self._change(Applied(parts, options, lr_scale, weight), gradient)
+        except MalformedPayload as fault:  # options that are wrong only here and now
+            self._change(Discarded(parts), b"")
+            for part in parts:
+                self._refuse(part.worker, PushGradient.__name__, part.clock, f"the update that it was in failed: {fault}")
+            return
+        self._terms.on_update(UpdateRecord(index, version, parts))
+        for part in parts:
+            if self._terms.lives.is_current(part.worker, part.life):
+                self._answer(part.worker, PushTaken(index, part.clock, version + 1, True))
+
+    def _change(self, change: Change, payload: Payload) -> None:
+        self.replica.take(change, payload)
+        self._log(change, payload)
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _answer_pulls(self) -> None:
+        replica, slowest = self.replica, self._slowest()
+        for worker, pull in list(self._parked.items()):
+            own_clock = self._received[worker]
+            state = PullState(pull.clock, pull.newer_than, own_clock, slowest, replica.version)
+            if not (replica.filled and self._rule.may_read(state)):
+                continue
+            del self._parked[worker]
+            if self._rule.remembers_readers:
+                self._change(Shown(worker), b"")
+            header = ValuesPulled(self._range.index, pull.clock, replica.version, int(slowest), replica.weight)
+            self._answer(worker, header, replica.values.value())
+
+    def _answer(self, worker: int, header: Any, payload: Payload = b"") -> None:
+        self._answers.append(HeldAnswer(self.replica.sequence, worker, header, payload))
+        self.release()
+
+    def release(self) -> None:
+        """Give the answers for which the last server is far enough."""
+        while self._answers and self._answers[0].sequence <= self.stored:
+            answer = self._answers.pop(0)
+            self._terms.send(answer.worker, answer.header, answer.payload)

@@ -1,0 +1,259 @@
+"""The machine of a server: it takes what workers and other servers say to the ranges that they mean.
+
+    machine = ServerMachine(rank, layout, servers=[4, 5], workers=range(4), sync=SoftSync(1), make_values=...)
+    loop.start(machine, channel)
+
+What it serves is in `head.py`, how ranges are kept by several servers in `chains.py`.
+
+Guarantees, as long as one server of each range lives:
+
+    A push that was acknowledged is in the values once, or was discarded (with backup workers), whoever dies.
+    A worker reads only what every server of the range has.
+    Every request is answered, if the pushes that its rule waits for are made by the workers that count.
+    Nobody waits for a worker that has left.
+    What is wrong is refused, with a reason that names its sender; the server goes on.
+
+Needs: messages of one peer come once and in order, until it has left, as they do on a wire. `left` means dead: a server that
+only seems to be would go on serving its ranges to those that still hear it. A worker keeps what it has pushed until it is
+acknowledged.
+
+A server that joins later, or again, is made with `joining=True`: it has nothing, says that it is here, and is handed its ranges.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from stretto.aggregate.parameter_server.chains import Chains
+from stretto.aggregate.parameter_server.consistency import SyncAnswer, rule_for
+from stretto.aggregate.parameter_server.head import Terms, UpdateRecord
+from stretto.aggregate.parameter_server.layout import RangeLayout
+from stretto.aggregate.parameter_server.lives import Lives
+from stretto.aggregate.parameter_server.messages import (
+    EntryStored,
+    InstallRange,
+    LogEntry,
+    Options,
+    PushGradient,
+    RangeChain,
+    RangeInstalled,
+    RangeQuery,
+    RangesPlaced,
+    RequestRefused,
+    ServedRequest,
+    ServerJoins,
+    ToServer,
+    WorkerClock,
+)
+from stretto.aggregate.parameter_server.replica import MakeValues, RangeReplica
+from stretto.errors import ConfigurationError
+from stretto.protocol.machine import Actions, Machine, Payload, SendMessage
+
+MAX_COMPLAINTS: Final = 10
+
+log = logging.getLogger("stretto.parameter_server")
+
+
+def _no_fault(options: Options) -> str | None:
+    return None
+
+
+def _no_record(record: UpdateRecord) -> None:
+    return None
+
+
+class ServerMachine(Machine):
+    """See the module's text.
+
+    `servers`, `workers`: those that the job begins with, the same everywhere. `make_values(range, values)` makes a range's
+    values; `filled`: what it makes without any is what training begins with, else some worker has to `Fill` every range.
+    """
+
+    header_type = ToServer
+
+    def __init__(
+        self,
+        rank: int,
+        layout: RangeLayout,
+        *,
+        servers: Sequence[int],
+        workers: Iterable[int],
+        sync: SyncAnswer,
+        make_values: MakeValues,
+        replicas: int = 0,
+        filled: bool = False,
+        joining: bool = False,
+        lives: Mapping[int, int] | None = None,
+        fault_in: Callable[[Options], str | None] = _no_fault,
+        on_update: Callable[[UpdateRecord], None] = _no_record,
+    ) -> None:
+        if replicas < 0 or not servers:
+            raise ConfigurationError(
+                f"ServerMachine(replicas={replicas}, servers={list(servers)}): there is at least one server, and each range has "
+                f"no or more copies beside the one that is served.\nWrite for instance replicas=1."
+            )
+        self.rank = rank
+        self.layout = layout
+        self.lives = Lives(lives or {})
+        self._joining = joining
+        self._first_workers = {worker: WorkerClock(0, 0, 0) for worker in workers}
+        self._clients = set(self._first_workers)  # whoever wants to know where ranges are
+        self._make_values = make_values
+        rule = rule_for(sync, len(self._first_workers))
+        self._filled = filled or rule.sums
+        terms = Terms(rule, self.lives, self._send, fault_in, on_update)
+        self.chains = Chains(rank, layout, servers, replicas, terms, self._make_replica, self._news_of, self._turn_all_away)
+        self._attempts: dict[tuple[int, int], int] = {}  # the last one of each client for each range
+        self._turned_away: dict[tuple[int, int], int] = {}  # of these, the last one that was
+        self._greeted = {rank}  # servers that have been told that this one has joined
+        self._queries: list[tuple[int, RangeQuery]] = []
+        self._news: list[RangeChain] = []
+        self._actions: list[SendMessage] = []
+        self._num_complaints = 0
+
+    def _make_replica(self, index: int) -> RangeReplica:
+        return RangeReplica(index, self._make_values, self._first_workers, self._filled)
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def on_start(self, now: float) -> Actions:
+        if self._joining:
+            self._greet(self.chains.servers)
+        else:
+            self.chains.begin()
+        return self._take_actions()
+
+    def on_message(self, now: float, source: int, header: ToServer, payload: memoryview) -> Actions:
+        match header:
+            case RangesPlaced():
+                self._heard_of(header)
+            case ServerJoins(layout):
+                self._server_joins(source, layout)
+            case _ if not 0 <= header.range < len(self.layout):
+                self._refuse(source, header, f"there is no such range: the model has {len(self.layout)}")
+            case LogEntry():
+                self.chains.on_entry(header, payload)
+            case EntryStored():
+                self.chains.on_stored(header)
+            case InstallRange():
+                self.chains.install(header, payload)
+            case RangeInstalled():
+                self.chains.on_installed(header)
+            case RangeQuery():
+                self._clients.add(source)
+                self._queries.append((source, header))
+            case _:
+                self._serve(source, header, payload)
+        return self._take_actions()
+
+    def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
+        self.lives.end(left)
+        self._clients -= set(left)
+        self._greeted -= set(left)
+        self._queries = [query for query in self._queries if query[0] not in left]
+        self._attempts = {asked: attempt for asked, attempt in self._attempts.items() if asked[0] not in left}
+        self._turned_away = {asked: attempt for asked, attempt in self._turned_away.items() if asked[0] not in left}
+        self.chains.left(set(left))
+        for holding in list(self.chains.holdings.values()):
+            for rank in left:
+                if holding.head is not None:
+                    holding.head.forget(rank)
+        self.lives.begin(joined, generation)
+        return self._take_actions()
+
+    def _take_actions(self) -> Actions:
+        self.chains.advance()
+        self._answer_queries()
+        if self._news:
+            news, self._news = self._placed(self._news), []
+            for rank in sorted((self._clients | self.chains.servers) - {self.rank}):
+                self._send(rank, news)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _send(self, to: int, header: Any, payload: Payload = b"") -> None:
+        self._actions.append(SendMessage(to, header, payload))
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def _serve(self, source: int, request: ServedRequest, payload: memoryview) -> None:
+        self._clients.add(source)
+        holding = self.chains.holdings.get(request.range)
+        asked = (source, request.range)
+        self._attempts[asked] = request.attempt
+        if request.layout != self.layout.digest:
+            self._refuse(source, request, "it is about a model of another layout: names, sizes, groups or range_bytes differ")
+        elif holding is None or holding.head is None:
+            self._turn_away(source, request.range)
+        elif request.attempt > self._turned_away.get(asked, -1):
+            holding.head.take(source, request, payload)
+
+    def _refuse(self, source: int, header: Any, fault: str) -> None:
+        kind = type(header).__name__
+        reason = f"a {kind} of rank {source} for range {header.range} was refused: {fault}."
+        self._complain(reason)
+        clock = header.clock if isinstance(header, PushGradient) else -1
+        self._send(source, RequestRefused(header.range, kind, clock, reason))
+
+    def _complain(self, reason: str) -> None:
+        self._num_complaints += 1
+        if self._num_complaints <= MAX_COMPLAINTS:
+            log.warning("rank %d: %s", self.rank, reason)
+
+    def _turn_away(self, worker: int, index: int) -> None:
+        attempt = self._turned_away[worker, index] = self._attempts[worker, index]
+        self._send(worker, self.chains.not_head(index, attempt))
+
+    def _turn_all_away(self, index: int) -> None:
+        """Workers that wait for an answer from this server have to ask another one, of whom they will hear."""
+        for worker, asked in list(self._attempts):
+            if asked == index:
+                self._turn_away(worker, index)
+
+    def _tell_those_that_were_turned_away(self, chain: RangeChain) -> None:
+        """They wait to hear who serves the range; it may not know of them."""
+        for (worker, index), attempt in self._turned_away.items():
+            if index == chain.range and attempt == self._attempts[worker, index]:
+                self._send(worker, self._placed([chain]))
+
+    def _answer_queries(self) -> None:
+        """Those for which this server knows that they have died whose death is asked about."""
+        queries, self._queries = self._queries, []
+        for source, query in queries:
+            if all(self.lives.has_ended(*life) for life in query.ended):
+                self._send(source, self.chains.report(query.range))
+            else:
+                self._queries.append((source, query))
+
+    # -- servers ------------------------------------------------------------------------------------------------------
+
+    def _news_of(self, chain: RangeChain) -> None:
+        self._news.append(chain)
+
+    def _placed(self, chains: list[RangeChain]) -> RangesPlaced:
+        return RangesPlaced(chains, sorted(self.chains.servers))
+
+    def _heard_of(self, placed: RangesPlaced) -> None:
+        for chain in placed.chains:
+            if 0 <= chain.range < len(self.layout):
+                self.chains.heard_of(chain)
+                self._tell_those_that_were_turned_away(chain)
+        servers = [rank for rank in placed.servers if self.lives.is_here(rank)]
+        self.chains.servers.update(servers)
+        if self._joining:
+            self._greet(servers)
+
+    def _greet(self, servers: Iterable[int]) -> None:
+        for rank in sorted(set(servers) - self._greeted):
+            self._send(rank, ServerJoins(self.layout.digest))
+            self._greeted.add(rank)
+
+    def _server_joins(self, source: int, layout: int) -> None:
+        if layout != self.layout.digest:
+            self._complain(f"rank {source} wants to serve a model of another layout: names, sizes, groups or range_bytes differ.")
+            return
+        self.chains.joined(source)
+        served = [holding.chain() for holding in self.chains.holdings.values() if holding.head is not None and holding.active]
+        self._send(source, self._placed(served))
