@@ -39,7 +39,7 @@ from stretto.job import Job
 
 TURN_S = 0.05
 MOST_STEPS = 20
-WARM_UP = 3
+WARM_UP = 6  # more than a schedule watches before it makes its plan
 MEMORY_STEPS = 3
 TOLERANCE = 1e-4
 
@@ -139,8 +139,14 @@ def take_part(arguments: list[str], kind: type[S], measure: Callable[[Job, S], o
     stretto.shutdown()
 
 
-def contender_names(workers: int) -> list[str]:
-    return ["stretto", "plain loop"] if workers == 1 else ["stretto", DDP, DDP_VIEWS]
+STRATEGIES = {"stretto": "Strategy()", "stretto, across the barrier": "Strategy(schedule=Priority())"}
+
+
+def contender_names(settings: StepSettings) -> list[str]:
+    """Across the barrier where there is a network to wait for."""
+    if settings.workers == 1:
+        return ["stretto", "plain loop"]
+    return [*(list(STRATEGIES) if settings.lab else ["stretto"]), DDP, DDP_VIEWS]
 
 
 def measure_model(job: Job, settings: StepSettings, name: str, device: torch.device) -> list[StepRow]:
@@ -151,7 +157,7 @@ def measure_model(job: Job, settings: StepSettings, name: str, device: torch.dev
     if batch.is_cuda:  # cuBLAS takes its workspaces at the first step: they are no contender's
         workload.loss(workload.model().to(device), batch).backward()
     contenders, peaks = [], []
-    for contender in contender_names(job.world_size):
+    for contender in contender_names(settings):
         made, peak = _made(contender, workload, job, batch, settings.memory)
         contenders.append(made)
         peaks.append(peak)
@@ -177,6 +183,7 @@ def _warm_up(job: Job, contenders: list[TrainedModel], batch: Tensor) -> int:
     for contender in contenders:
         for _ in range(WARM_UP):
             contender.step(batch)
+        contender.settle()
     mean = sum(timed(partial(each.step, batch), batch.device) for each in contenders) / len(contenders)
     return int(job.gather_object(max(1, min(MOST_STEPS, math.ceil(TURN_S / mean))))[0])
 
@@ -194,7 +201,7 @@ def _check_equal(job: Job, contenders: list[TrainedModel]) -> None:
 
 def _made(name: str, workload: Workload, job: Job, batch: Tensor, memory: bool) -> tuple[TrainedModel, int | None]:
     """The contender; and the most that torch's allocator held at once in it, from its making to the end of a few steps."""
-    strategy = "Strategy()" if name == "stretto" else None
+    strategy = STRATEGIES.get(name)
     if not memory:
         return TrainedModel(name, workload, job, batch.device, strategy), None
     with _peak(batch.device) as peak:
