@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+import one_thread  # noqa: F401  # before anything else imports torch
 from preloaded import Preloaded
 
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
