@@ -33,6 +33,7 @@ from stretto.plan.recorder import StepRecorder
 from stretto.plan.simulate import simulate
 from stretto.plan.transfer_cost import expected_cost, transfer_cost
 from stretto.plan.transfers import Gradient, TransferPlan
+from stretto.schedule.bucket_size import LARGEST_BYTES
 from stretto.schedule.orders import Buckets
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class Planner:
         if not self._follows_choices:
             return schedule
         assert isinstance(schedule, Buckets)
+        if self._takes_processors and schedule.first_bytes is None:
+            return Buckets(bytes=LARGEST_BYTES, first_bytes=LARGEST_BYTES)
         cost = expected_cost(self._group, f"buckets of {self._setting.name}")
         return schedule.sized(self._gradients, self._in_bytes_of_gradients(cost))
 
@@ -102,6 +105,13 @@ class Planner:
         schedule, group = self._strategy.schedule, self._group
         without_size = isinstance(schedule, Buckets) and schedule.bytes is None
         return without_size and self._algorithm == "auto" and group.is_world and group.size > 1
+
+    @property
+    def _takes_processors(self) -> bool:
+        """Whether combining takes the processors that compute, and nothing else: workers of one host, without a GPU. Then what
+        overlaps gains nothing, and every transfer costs its start-up."""
+        on_cpu = all(parameter.device.type == "cpu" for parameter in self._setting.model.parameters())
+        return on_cpu and self._group.workers_per_host == self._group.size
 
     def _show(self, plan: TransferPlan) -> None:
         """To whoever traces the job."""
