@@ -53,13 +53,17 @@ TARGETS = {"Int8": 3.0, "EF PowerSGD 4": 6.0, "EF TopK 1 %": 6.0, "EF Sign": 6.0
 OF_LIMIT = 0.80
 
 
-def strategies(names: list[str], schedule: str) -> dict[str, str]:
+def strategies(names: list[str], schedule: str, mebibytes: list[int]) -> dict[str, str]:
+    """`mebibytes`: also in buckets of so many, beside `schedule`."""
     out = {NONE: "Strategy()"}
     for name in names:
         algorithm = 'AllReduce("ring")' if name.endswith("hops") else "AllReduce()"
         out[name] = f"Strategy(aggregate={algorithm}, compress={CODECS[name]}, schedule={schedule})"
         if TARGETS.get(name) == 6.0:
             out[name + CROSSING] = f"Strategy(compress={CODECS[name]}, schedule=Priority())"
+        for size in mebibytes:
+            sized = f"Strategy(compress={CODECS[name]}, schedule=Buckets(bytes={size << 20}))"
+            out[f"{name}, buckets of {size} MiB"] = sized
     return out
 
 
@@ -147,6 +151,7 @@ def main(arguments: list[str]) -> None:
     links.add_argument("--rate", nargs="+", help="of the links, instead of rho: 1gbit")
     parser.add_argument("--codecs", default=",".join(CODECS), help=f"of {','.join(CODECS)}".replace("%", "%%"))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--mebibytes", type=int, nargs="*", default=[], help="also in buckets of so many MiB")
     parser.add_argument("--rows", type=int, help="of each worker's batch (16; on a GPU 4, of 256 bytes)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the hosts share the GPUs that there are")
     options = parser.parse_args(arguments)
@@ -155,7 +160,7 @@ def main(arguments: list[str]) -> None:
     if unknown:
         raise ConfigurationError(f"--codecs {','.join(unknown)}: there is no such row. Write some of {','.join(CODECS)}.")
     harness.check(options.device, options.rounds)
-    chosen, rounds = strategies(names, SCHEDULES[options.device]), 2 if options.quick else options.rounds
+    chosen, rounds = strategies(names, SCHEDULES[options.device], options.mebibytes), 2 if options.quick else options.rounds
     settings = CompressStepSettings(strategies=chosen, rounds=rounds, rows=options.rows or 16)
     if options.device == "cuda":
         settings = msgspec.structs.replace(settings, device="cuda", rows=options.rows or 4, length=256, width=768, depth=8)

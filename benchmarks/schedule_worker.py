@@ -73,6 +73,7 @@ def workloads(device: str) -> dict[str, Workload]:
                 lambda: torch.randn(16384, 2048), mean_square,
             ),
             "gpt": gpt("byte-level GPT, 114 M parameters, batch 48 x 256", 768, 12, 16, 48, 256),
+            "gpt8": gpt("byte-level GPT, 114 M parameters, batch 8 x 256", 768, 12, 16, 8, 256),
         }  # fmt: skip
     return {
         "mlp": Workload(

@@ -39,7 +39,7 @@ from stretto.job import Job
 
 TURN_S = 0.05
 MOST_STEPS = 20
-WARM_UP = 3
+WARM_UP = 6  # more than a schedule watches before it makes its plan
 MEMORY_STEPS = 3
 TOLERANCE = 1e-4
 
@@ -74,6 +74,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LIMIT, DDP, DDP_VIEWS, DDP_FP16 = "no communication", "DDP", "DDP, views", "DDP, fp16 hook"
+BARRIER = "no gradients sent, a barrier"  # what synchronous training cannot be faster than: workers wait for the slowest
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -84,6 +85,7 @@ class TrainedModel:
     def __init__(self, name: str, workload: Workload, job: Job, device: torch.device, strategy: str | None) -> None:
         torch.manual_seed(0)
         self.name = name
+        self.job = job
         self.workload = workload
         self.core = workload.model().to(device)
         self.optimizer = torch.optim.SGD(self.core.parameters(), lr=1e-3)
@@ -97,6 +99,8 @@ class TrainedModel:
 
     def step(self, batch: Tensor) -> None:
         self.workload.loss(self.model, batch).backward()
+        if self.name == BARRIER:
+            self.job.barrier()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -139,8 +143,20 @@ def take_part(arguments: list[str], kind: type[S], measure: Callable[[Job, S], o
     stretto.shutdown()
 
 
-def contender_names(workers: int) -> list[str]:
-    return ["stretto", "plain loop"] if workers == 1 else ["stretto", DDP, DDP_VIEWS]
+STRATEGIES = {
+    "stretto": "Strategy()",
+    "stretto, buckets of 2 MiB": "Strategy(schedule=Buckets(bytes=2097152))",
+    "stretto, across the barrier": "Strategy(schedule=Priority())",
+}
+
+
+def contender_names(settings: StepSettings) -> list[str]:
+    """On one host what is overlapped takes the processors that compute; on a network transfers are hidden, also across the
+    barrier."""
+    if settings.workers == 1:
+        return ["stretto", "plain loop"]
+    default, small, crossing = STRATEGIES
+    return [default, crossing if settings.lab else small, DDP, DDP_VIEWS, BARRIER]
 
 
 def measure_model(job: Job, settings: StepSettings, name: str, device: torch.device) -> list[StepRow]:
@@ -151,7 +167,7 @@ def measure_model(job: Job, settings: StepSettings, name: str, device: torch.dev
     if batch.is_cuda:  # cuBLAS takes its workspaces at the first step: they are no contender's
         workload.loss(workload.model().to(device), batch).backward()
     contenders, peaks = [], []
-    for contender in contender_names(job.world_size):
+    for contender in contender_names(settings):
         made, peak = _made(contender, workload, job, batch, settings.memory)
         contenders.append(made)
         peaks.append(peak)
@@ -177,16 +193,18 @@ def _warm_up(job: Job, contenders: list[TrainedModel], batch: Tensor) -> int:
     for contender in contenders:
         for _ in range(WARM_UP):
             contender.step(batch)
+        contender.settle()
     mean = sum(timed(partial(each.step, batch), batch.device) for each in contenders) / len(contenders)
     return int(job.gather_object(max(1, min(MOST_STEPS, math.ceil(TURN_S / mean))))[0])
 
 
 def _check_equal(job: Job, contenders: list[TrainedModel]) -> None:
-    first, *others = ([p.detach() for p in each.core.parameters()] for each in contenders)
-    for each, parameters in zip(contenders[1:], others, strict=True):
-        close = all(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE) for a, b in zip(first, parameters, strict=True))
+    first, *others = (each for each in contenders if each.name != BARRIER)
+    for each in others:
+        pairs = zip(first.core.parameters(), each.core.parameters(), strict=True)
+        close = all(torch.allclose(a.detach(), b.detach(), rtol=TOLERANCE, atol=TOLERANCE) for a, b in pairs)
         if not all(job.gather_object(close)):
-            raise JobError(f"after the same steps {contenders[0].name} and {each.name} hold different parameters: a bug.")
+            raise JobError(f"after the same steps {first.name} and {each.name} hold different parameters: a bug.")
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -194,7 +212,7 @@ def _check_equal(job: Job, contenders: list[TrainedModel]) -> None:
 
 def _made(name: str, workload: Workload, job: Job, batch: Tensor, memory: bool) -> tuple[TrainedModel, int | None]:
     """The contender; and the most that torch's allocator held at once in it, from its making to the end of a few steps."""
-    strategy = "Strategy()" if name == "stretto" else None
+    strategy = STRATEGIES.get(name)
     if not memory:
         return TrainedModel(name, workload, job, batch.device, strategy), None
     with _peak(batch.device) as peak:

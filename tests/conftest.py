@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
+import one_thread  # noqa: F401  # before anything else imports torch
 from preloaded import Preloaded
 
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -117,8 +117,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """Some runners start the tests with SIGINT ignored, which processes inherit: a test that sends Ctrl-C would wait for ever."""
-    if hasattr(config, "workerinput"):
-        torch.set_num_threads(1)  # the processors have their work: threads of torch's own would only wait for one another
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(LeftOut(config), "stretto-left-out")

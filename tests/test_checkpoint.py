@@ -143,7 +143,7 @@ def test_what_is_loaded_for_one_model_arranges_the_others_too(tmp_path: Path) ->
         load(path, model, optimizer, job=job)
         return [before, len(engine.places.buckets), len(other.places.buckets)]
 
-    assert run_jobs(2, program) == [[2, 6, 6]] * 2
+    assert run_jobs(2, program, hosts=("a", "b")) == [[2, 6, 6]] * 2
 
 
 def test_buckets_that_follow_the_network_are_those_of_the_saved_job(tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def test_buckets_that_follow_the_network_are_those_of_the_saved_job(tmp_path: Pa
         optimizer.step()
         return before, len(engine.places.buckets)
 
-    saved_buckets = set(run_jobs(2, first))
-    assert set(run_jobs(2, resume)) == {(2, count) for count in saved_buckets} and min(saved_buckets) > 2
+    saved_buckets = set(run_jobs(2, first, hosts=("a", "b")))
+    assert set(run_jobs(2, resume, hosts=("a", "b"))) == {(2, count) for count in saved_buckets} and min(saved_buckets) > 2
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (4, 1), (1, 3)])

@@ -88,8 +88,19 @@ def test_buckets_that_travel_compressed_are_larger_on_the_same_links() -> None:
         distribute(model, sgd(model), Strategy(compress=compress), job=job)
         return len(engine_of(model).training.buckets)  # type: ignore[attr-defined]
 
-    plain, compressed = (run_jobs(2, program, compress) for compress in (NoCompression(), Sign()))
+    plain, compressed = (run_jobs(2, program, compress, hosts=("a", "b")) for compress in (NoCompression(), Sign()))
     assert compressed[0] == compressed[1] and 1 < compressed[0] < plain[0] == plain[1]
+
+
+def test_workers_of_one_host_have_larger_buckets_than_those_of_several() -> None:
+    def program(job: Job) -> int:
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))  # 4 MiB
+        job.choices = Choices([0], ["ring"], LinkCosts(alpha=2e-4, beta=1e-7, gamma=1e-9))
+        distribute(model, sgd(model), job=job)
+        return len(engine_of(model).training.buckets)  # type: ignore[attr-defined]
+
+    assert run_jobs(2, program) == [1, 1]
+    assert min(run_jobs(2, program, hosts=("a", "b"))) > 1
 
 
 def test_all_parameters_may_be_frozen_for_a_while() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from stretto.errors import ConfigurationError, JobError
 from stretto.lab import Lab, control, messages
+from stretto.lab.connection import LabConnection
 from stretto.lab.environment import SharedByHosts, host_environment
 from stretto.lab.ledger import Traffic, excess, warning
 from stretto.lab.rates import FRAME_BYTES, describe_rate, parse_rate, shape
@@ -167,6 +168,20 @@ def test_garbage_and_oversized_messages_are_refused_and_their_descriptors_closed
             with pytest.raises(msgspec.DecodeError):
                 messages.receive(theirs, messages.LINK_ENVELOPE)
         assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_request_that_meets_a_line_just_closed_says_that_the_supervisor_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = LabConnection(ours)
+
+    def die_first(*_: object) -> None:
+        theirs.close()
+        raise BrokenPipeError
+
+    monkeypatch.setattr(messages, "send", die_first)
+    with pytest.raises(JobError, match="supervisor process has died"):
+        connection.request(messages.Count())
+    connection.close()
 
 
 def test_a_stranger_may_ask_for_links_and_for_nothing_else() -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Protocol
 
 from stretto.errors import ConfigurationError, JobError
@@ -115,7 +116,7 @@ class LabConnection:
             self._last_id = id = self._last_id + 1
             self._asked[id] = answer, process
         try:
-            with self._sending:
+            with self._sending, suppress(BrokenPipeError, ConnectionResetError):  # the thread that reads says what has happened
                 messages.send(self._sock, messages.NumberedRequest(id, request), descriptors)
             reply = answer.result(_ANSWER_S)
         except TimeoutError:
