@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from stretto import recipes as recipes
     from stretto.aggregate.all_reduce import AllReduce as AllReduce
     from stretto.aggregate.hierarchy import Hierarchy as Hierarchy
+    from stretto.aggregate.parameter_server import ParameterServer as ParameterServer
     from stretto.api import current_job as current_job
     from stretto.api import device as device
     from stretto.api import init as init
@@ -86,6 +87,7 @@ _HOME = {
     ),
     "stretto.aggregate.all_reduce": ("AllReduce",),
     "stretto.aggregate.hierarchy": ("Hierarchy",),
+    "stretto.aggregate.parameter_server": ("ParameterServer",),
     "stretto.checkpoint": ("Resumed", "load", "save"),
     "stretto.collective_api": (
         "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "gather_object", "group", "recv",

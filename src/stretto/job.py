@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
@@ -64,6 +65,8 @@ class Job:
         self.closed = False
         self.engines: WeakSet[Any] = WeakSet()  # of the models that train in this job
         self.threads: WeakSet[Any] = WeakSet()  # and fabrics: what has a stop() to be called before the job is left
+        self.server_networks: dict[int, Any] = {}  # number of servers -> `ServerNetwork`, once a model is trained with them
+        self.more_wires: Callable[[str, int], list[Wire]] | None = None  # in tests: of workers and servers that are threads
         self.weight = 1.0  # of this worker's gradients in a mean; see `stretto.weight`
         self.at_exit: Finalize | None = None
         self.ledger = Ledger()

@@ -1,6 +1,7 @@
 """Strategy: five questions about data-parallel training, answered by five small values.
 
-    aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer)
+    aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer),
+                                                             ParameterServer(shards, replicas)
     sync        when?                                        Synchronous()
     compress    how is it written on the wire?               NoCompression(), Float16(), Int8(), ErrorFeedback(Sign()), ...
     schedule    in which order, and over what?               AfterBackward(), WaitFree(), Buckets(bytes), Merged(), Tic(), Tac(),
@@ -23,6 +24,8 @@ from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.hierarchy import Hierarchy
 from stretto.aggregate.hierarchy.training import SynchronousHierarchy
+from stretto.aggregate.parameter_server import ParameterServer
+from stretto.aggregate.parameter_server.training import SynchronousServers
 from stretto.compress import catalogue
 from stretto.compress.codec import Compression
 from stretto.compress.none import NoCompression
@@ -39,7 +42,7 @@ from stretto.sync.synchronous import Synchronous
 
 Schedule = AfterBackward | WaitFree | Buckets | Merged | Tic | Tac | Priority | Caramel
 ANSWERS: dict[str, tuple[type, ...]] = {
-    "aggregate": (AllReduce, Hierarchy),
+    "aggregate": (AllReduce, Hierarchy, ParameterServer),
     "sync": (Synchronous,),
     "compress": catalogue.classes(),
     "schedule": (AfterBackward, WaitFree, Buckets, Merged, Tic, Tac, Priority, Caramel),
@@ -55,7 +58,7 @@ ON_ONE_HOST = Buckets(bytes=100 << 20)
 class Strategy:
     """How to train data-parallel. The default is synchronous all-reduce in buckets: exactly large-batch training."""
 
-    aggregate: AllReduce | Hierarchy = field(default_factory=AllReduce)
+    aggregate: AllReduce | Hierarchy | ParameterServer = field(default_factory=AllReduce)
     sync: Synchronous = field(default_factory=Synchronous)
     compress: Compression = field(default_factory=NoCompression)
     schedule: Schedule = field(default_factory=Buckets)
@@ -117,6 +120,7 @@ class Way(NamedTuple):
 WAYS: tuple[Way, ...] = (
     Way(AllReduce, Synchronous, Replicated, SynchronousAllReduce),
     Way(Hierarchy, Synchronous, Replicated, SynchronousHierarchy),
+    Way(ParameterServer, Synchronous, Replicated, SynchronousServers),
 )
 
 

@@ -27,6 +27,7 @@ from stretto import (
     recipes,
 )
 from stretto.aggregate.hierarchy import Hierarchy
+from stretto.aggregate.parameter_server import ParameterServer
 from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
 from stretto.compress.codec import Compression
@@ -54,6 +55,8 @@ STRATEGIES = [
     Strategy(aggregate=RING, schedule=Priority(partition=256, credit=256)),
     Strategy(aggregate=HIERARCHIES[0], schedule=Buckets(bytes=256, first_bytes=64)),
     Strategy(aggregate=HIERARCHIES[1], schedule=WaitFree()),
+    Strategy(aggregate=ParameterServer(shards=2), schedule=Buckets(bytes=256, first_bytes=64)),
+    Strategy(aggregate=ParameterServer(shards=3, replicas=1), schedule=WaitFree()),
 ]
 # Lossy: laws 2 and 4 become others (`test_lossy.py`), the rest is asked of them too.
 COMPRESSIONS: list[Compression] = [

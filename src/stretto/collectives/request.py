@@ -99,27 +99,14 @@ class OngoingCollective:
         return []
 
 
-Watch = Callable[["Pending", Callable[[], None]], None]  # makes a thread wait, and keeps an eye on it
+class Awaited:
+    """Something under way, to wait for from any thread. Whoever has it under way sees to it that it ends: `finish`."""
 
-
-class Pending:
-    """A collective under way, to wait for from any thread. Its deadline is its own (`Timeouts.arrive_s` without progress)."""
-
-    def __init__(
-        self,
-        request: Request,
-        help_along: Callable[[], None] | None = None,
-        watch: Watch | None = None,
-    ) -> None:
-        self.request = request
+    def __init__(self) -> None:
         self.error: StrettoError | None = None
         self._finished = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        self.ready: Callable[[], bool] | None = None
-        self.made_at = time.monotonic()
-        self._help_along = help_along  # one turn of the loop, where no thread turns it
-        self._watch = watch
 
     @property
     def done(self) -> bool:
@@ -138,11 +125,38 @@ class Pending:
             self._tell()
 
     def _tell(self) -> None:
-        """The thread that ends the collective and one that adds a callback may be here at once: each callback runs once."""
+        """The thread that ends it and one that adds a callback may be here at once: each callback runs once."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
+
+    def wait(self) -> None:
+        """Return when it is done; raise what went wrong."""
+        while not self._finished.is_set():
+            self._finished.wait(1.0)  # in slices, so that Ctrl-C gets through on every platform
+        if self.error is not None:
+            raise self.error
+
+
+Watch = Callable[["Pending", Callable[[], None]], None]  # makes a thread wait, and keeps an eye on it
+
+
+class Pending(Awaited):
+    """A collective under way. Its deadline is its own (`Timeouts.arrive_s` without progress)."""
+
+    def __init__(
+        self,
+        request: Request,
+        help_along: Callable[[], None] | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        super().__init__()
+        self.request = request
+        self.ready: Callable[[], bool] | None = None
+        self.made_at = time.monotonic()
+        self._help_along = help_along  # one turn of the loop, where no thread turns it
+        self._watch = watch
 
     def wait(self) -> None:
         """Return when it is done; raise what went wrong. Whoever ends the loop ends every collective in it, so this returns."""
@@ -151,12 +165,11 @@ class Pending:
                 self._wait()
             else:
                 self._watch(self, self._wait)
-        if self.error is not None:
-            raise self.error
+        super().wait()
 
     def _wait(self) -> None:
         while not self._finished.is_set():
             if self._help_along is not None:
                 self._help_along()
             else:
-                self._finished.wait(1.0)  # in slices, so that Ctrl-C gets through on every platform
+                self._finished.wait(1.0)

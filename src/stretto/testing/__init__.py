@@ -159,15 +159,35 @@ def run_jobs(
     [1.0, 1.0, 1.0]
     """
     patience = timeouts or Timeouts(arrive_s=timeout_s / 2)
+    more_wires = _MoreWires()
 
     def on_wire(wire: Wire) -> Any:
-        return _in_a_job(wire, patience, hosts, program, args)
+        return _in_a_job(wire, patience, hosts, more_wires, program, args)
 
     return run_threads(size, on_wire, timeout_s=timeout_s, wires=threads_world(size, check=True))
 
 
+class _MoreWires:
+    """Further worlds that the ranks of a run share, by name: whoever asks first makes it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worlds: dict[str, list[Wire]] = {}
+
+    def __call__(self, name: str, size: int) -> list[Wire]:
+        with self._lock:
+            if name not in self._worlds:
+                self._worlds[name] = list(threads_world(size, check=True))
+            return self._worlds[name]
+
+
 def _in_a_job(
-    wire: Wire, timeouts: Timeouts, hosts: Sequence[str] | None, program: Callable[..., Any], args: tuple[Any, ...]
+    wire: Wire,
+    timeouts: Timeouts,
+    hosts: Sequence[str] | None,
+    more_wires: _MoreWires,
+    program: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> Any:
     from stretto import api  # brings in torch, which the wires do without
     from stretto.job import Job
@@ -179,6 +199,7 @@ def _in_a_job(
         local_world_size=names.count(names[wire.rank]), rendezvous=None, secret=None, encrypt=False, launcher="stretto",
     )  # fmt: skip
     job = Job(launch, peers, wire, timeouts)
+    job.more_wires = more_wires
     token = api._job.set(job)
     try:
         result = program(job, *args)

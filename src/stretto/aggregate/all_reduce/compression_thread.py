@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from stretto.aggregate.all_reduce.exchange import UnderWay
-from stretto.collectives.request import Pending
+from stretto.collectives.request import Awaited
 from stretto.errors import StrettoError
 
 STOP_S = 5.0
@@ -31,7 +31,7 @@ class ThreadedExchange:
         self.under_way = under_way
         self.device = device
         self.error: BaseException | None = None
-        self.waits_for: Pending | None = None
+        self.waits_for: Awaited | None = None
         self.submitted: torch.cuda.Event | None = None
         self.finished: torch.cuda.Event | None = None
         self._done = threading.Event()
@@ -46,6 +46,10 @@ class ThreadedExchange:
             torch.cuda.current_stream(self.device).wait_event(self.finished)
         if self.error is not None:
             raise self.error
+
+    def has_ended(self, within_s: float) -> bool:
+        """Wait for its end so long, and say whether it has come, well or not."""
+        return self._done.wait(within_s)
 
     @property
     def is_computed(self) -> bool:

@@ -13,7 +13,16 @@ The protocol, as machines without input or output (`docs/parameter-server.md` ha
     client          the machine of a worker; `routes` is where its requests go
     lives           which life of a rank is meant
 
+In a job:
+
+    value           what a strategy names
+    training        synchronous training with servers that only sum
+    service         servers are told which models to serve
+    network         how servers are started and reached; `process` is one of them
+
 The values, which know no protocol:
 
     shard_optimizer, gradient_sum, compensation, read_only
 """
+
+from stretto.aggregate.parameter_server.value import ParameterServer as ParameterServer

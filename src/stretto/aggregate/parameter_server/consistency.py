@@ -75,12 +75,12 @@ class ConsistencyRule(ABC):
 
 @dataclass(frozen=True)
 class InRounds(ConsistencyRule):
-    """`Synchronous`."""
+    """`Synchronous`. Gradients of a round are added in the order of ranks when all are here: the same bits in every run."""
 
     sums = True
 
     def is_due(self, clock: int, min_clock: float) -> bool:
-        return min_clock >= clock
+        return min_clock > clock
 
     def is_complete(self, num_gathered: int, clock: int, min_clock: float, num_workers: int) -> bool:
         return min_clock > clock

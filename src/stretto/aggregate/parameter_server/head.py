@@ -16,7 +16,7 @@ was not answered. Gradients of a worker that dies count if they are in: those th
 that was still on its way.
 
 Memory:    gradients are added to one buffer as they arrive; an update of one gradient is made straight from the wire's memory.
-           Those that are held are copies: none, but with a bound of 0 one for each worker.
+           Those that are held are copies: none, but with a bound of 0, and in rounds, one for each worker.
 Reference: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014, for clocks by range and for
            replication after aggregation; van Renesse and Schneider, "Chain replication", OSDI 2004, for answers that wait.
 Departs:   reads are answered by the first server of the chain when the last one is as far as it, not by the last one: the rule
@@ -225,13 +225,15 @@ class RangeHead:
 
     def _settle(self) -> None:
         """Do all that can be done now."""
-        while self._make_update() or self._gather_next():
+        while self._gather_next() or self._make_update():
             pass
         self._answer_pulls()
 
     def _gather_next(self) -> bool:
         if not self._held or not self._rule.is_due(self._held[0].clock, self._slowest()):
             return False
+        if self._gathered and self._rule.sums and self._held[0].clock != self._gathered[0].clock:
+            return False  # several rounds are due at once when the slowest worker has left: one after the other
         held = self._held.pop(0)
         self._gather(held.worker, held.push, memoryview(held.payload))
         return True

@@ -1,0 +1,195 @@
+"""Where servers run, and how workers reach them: processes beside the workers, on a wire that joins all of them.
+
+The first model that is trained with servers opens the network, on all workers together; further ones use it. Rank 0 starts a
+coordinator, as it does under other launchers (`launching/rendezvous.py`), some workers start a server each, and workers and
+servers meet there: a job of P + S ranks beside the workers' own, with keys of its own and a communication thread of its own. So
+the death of a server is no loss of a worker, and nothing of the workers' collectives has to know of servers.
+
+    ranks 0 to P-1          workers, as in their job
+    ranks P to P+S-1        servers: one on each host first, then a second one, and so on
+
+A server process gets everything by its standard input, the secret too, and ends when the last worker has left. In tests, where
+workers are threads, servers are threads as well (`Job.more_wires`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+import msgspec
+
+from stretto.aggregate.parameter_server.client import ClientMachine
+from stretto.aggregate.parameter_server.process import ServerPlace, serve
+from stretto.aggregate.parameter_server.service import (
+    CONTROL_CHANNEL,
+    FIRST_CHANNEL,
+    EndService,
+    LeaveServers,
+    NewService,
+    ServedModel,
+    ServiceClient,
+)
+from stretto.collectives.communication import CommunicationThread
+from stretto.collectives.execute import Communicator
+from stretto.errors import StrettoError, WireError
+from stretto.job import Job, make_wire
+from stretto.launching import coordinator_process
+from stretto.launching import secret as secrets
+from stretto.launching.detect import Launch, own_environment
+from stretto.launching.hosts import join_address
+from stretto.launching.introduce import introduce, local_address
+from stretto.launching.rendezvous import start_coordinator
+from stretto.protocol.loop import UNSENT_BYTES, Running
+from stretto.timeouts import Timeouts
+from stretto.wire.base import Wire
+
+LEAVE_S: Final = 2.0  # to wait for a server of ours to end, when this worker leaves
+
+log = logging.getLogger("stretto.parameter_server")
+
+
+class ServerNetwork:
+    """A worker's connection to the servers of a job. Made by `open_network`, ended by the job."""
+
+    def __init__(self, job: Job, wire: Wire, servers: Sequence[int], processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._job = job
+        self._wire = wire
+        self.servers = list(servers)
+        self.processes = list(processes)  # of the servers that this worker has started
+        self._communication = CommunicationThread(Communicator(wire, job.timeouts))
+        self._control = self._communication.loop.start(ServiceClient(), CONTROL_CHANNEL)
+        self._channel = FIRST_CHANNEL
+        for process in self.processes:  # whoever waits for a child keeps it from becoming a zombie
+            threading.Thread(target=process.wait, name="stretto-server", daemon=True).start()
+
+    def begin(self, model: ServedModel) -> Running:
+        """Have a model served. All workers call it together, with the same; each gets its own client."""
+        channel = self._channel
+        self._channel += 1
+        problem = None
+        if self._job.rank == 0:
+            try:
+                self._wait_for(self._control.request(NewService(channel, model)), "to serve a model")
+            except StrettoError as error:
+                problem = str(error)
+        problem = self._job.gather_object(problem)[0]
+        if problem is not None:
+            raise StrettoError(problem)
+        machine = ClientMachine(self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas)
+        return self._communication.loop.start(machine, channel, unsent_bytes=max(UNSENT_BYTES, 2 * model.num_bytes))
+
+    def end(self, running: Running) -> None:
+        """The model is served no longer. Sends, and waits for nobody."""
+        running.stop()
+        if self._job.rank == 0:
+            self._control.request(EndService(running.channel))
+
+    def _wait_for(self, answer: Future[Any], what: str) -> Any:
+        patience_s = self._job.timeouts.connect_s
+        try:
+            return answer.result(patience_s)
+        except TimeoutError:
+            raise StrettoError(f"the servers were asked {what} and have not answered within {patience_s:g} s.") from None
+
+    def give_up(self, running: Running, error: WireError) -> None:
+        """Whatever this worker waits for on that channel fails with `error`."""
+        loop = self._communication.loop
+        loop.call(lambda: loop.end(running, error))
+
+    def stop(self) -> None:
+        """Leave. Servers end when the last worker has left."""
+        with contextlib.suppress(StrettoError, TimeoutError):  # without it they notice that the connection is gone
+            self._control.request(LeaveServers(self.servers)).result(self._job.timeouts.leave_s)
+        self._communication.stop(self._job.timeouts.leave_s)
+        self._wire.close()
+        deadline = time.monotonic() + LEAVE_S
+        while any(process.returncode is None for process in self.processes) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def open_network(job: Job, num_servers: int) -> ServerNetwork:
+    """Start the servers and connect to them. All workers call it together."""
+    first = job.world_size
+    servers = list(range(first, first + num_servers))
+    mine = [rank for rank, host in zip(servers, hosts_of_servers(job, num_servers), strict=True) if host == job.rank]
+    if job.more_wires is not None:
+        return ServerNetwork(job, _threads(job, mine, num_servers), servers, ())
+    wire, processes = _processes(job, mine, num_servers)
+    network = ServerNetwork(job, wire, servers, processes)
+    if job.rank == 0:
+        log.info("%d servers beside %d workers keep the shards of the model", num_servers, job.world_size)
+    return network
+
+
+def hosts_of_servers(job: Job, num_servers: int) -> list[int]:
+    """The worker that starts each server: one of every host before any host has a second one."""
+    ranks = sorted(range(job.world_size), key=lambda rank: (job.peers[rank].local_rank, rank))
+    return [ranks[number % len(ranks)] for number in range(num_servers)]
+
+
+def _threads(job: Job, mine: Sequence[int], num_servers: int) -> Wire:
+    assert job.more_wires is not None
+    wires = job.more_wires(f"servers {num_servers}", job.world_size + num_servers)
+    for rank in mine:
+        serving = (wires[rank], range(job.world_size), job.timeouts)
+        threading.Thread(target=serve, args=serving, name=f"server {rank}", daemon=True).start()
+    return wires[job.rank]
+
+
+def _processes(job: Job, mine: Sequence[int], num_servers: int) -> tuple[Wire, list[subprocess.Popen[bytes]]]:
+    launch = _launch_of_all(job, num_servers)
+    environ = coordinator_process.importing_stretto(own_environment())
+    timeouts = dataclasses.replace(job.timeouts, meet_s=job.timeouts.connect_s)  # all are started here and now
+    processes = [_start_process(launch, rank, job, timeouts, environ) for rank in mine]
+    wire = make_wire(launch, timeouts, "auto")
+    try:
+        table = introduce(launch, wire.address, timeouts)
+        wire.connect(table.peers, table.nonce)
+    except BaseException:
+        wire.abandon()
+        for process in processes:
+            process.kill()
+        raise
+    return wire, processes
+
+
+def _launch_of_all(job: Job, num_servers: int) -> Launch:
+    """This worker's place among workers and servers. Rank 0 starts the coordinator; the secret is made of the job's."""
+    assert job.launch.secret is not None, "a job of several workers has a secret"
+    secret = secrets.derive(job.launch.secret, f"servers {num_servers}")
+    size, address = job.world_size + num_servers, None
+    if job.rank == 0:
+        ip, _ = local_address(job.launch)
+        deadline = time.monotonic() + job.timeouts.connect_s
+        address = start_coordinator(join_address(ip, 0), size, secret, job.launch.encrypt, deadline)
+    address = job.gather_object(address)[0]
+    on_one_host = len({peer.host for peer in job.peers}) == 1
+    return dataclasses.replace(
+        job.launch, world_size=size, local_world_size=size if on_one_host else job.launch.local_world_size, rendezvous=address,
+        secret=secret, launcher="stretto", trace=None, ledger=None,
+    )  # fmt: skip
+
+
+def _start_process(launch: Launch, rank: int, job: Job, timeouts: Timeouts, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    assert launch.secret is not None and launch.rendezvous is not None
+    place = ServerPlace(
+        rank=rank, local_rank=rank, world_size=launch.world_size, workers=job.world_size, on_one_host=launch.one_host,
+        rendezvous=launch.rendezvous, secret=launch.secret.hex(), encrypt=launch.encrypt, interface=launch.interface,
+        timeouts=timeouts,
+    )  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stretto.aggregate.parameter_server.process"], stdin=subprocess.PIPE, env=environ
+    )
+    assert process.stdin is not None
+    with process.stdin:
+        process.stdin.write(msgspec.json.encode(place))
+    return process

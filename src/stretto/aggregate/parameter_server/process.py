@@ -1,0 +1,94 @@
+"""A server as a process: python -m stretto.aggregate.parameter_server.process, with its place as JSON on standard input.
+
+It joins workers and other servers, serves what it is told to (`service.py`), and ends when the last worker has left, in order or
+not. One thread of torch's and NumPy's does the work: there are as many servers as it takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+import torch
+
+from stretto.aggregate.parameter_server.server import ServerMachine
+from stretto.aggregate.parameter_server.service import CONTROL_CHANNEL, ServedModel, ServiceHost
+from stretto.collectives.communication import CommunicationThread
+from stretto.collectives.execute import Communicator
+from stretto.job import make_wire
+from stretto.launching.detect import Launch
+from stretto.launching.introduce import introduce
+from stretto.protocol.loop import UNSENT_BYTES, Running
+from stretto.timeouts import Timeouts
+from stretto.wire.base import Wire
+
+MOST_BYTES: Final = 1 << 16  # of standard input
+
+log = logging.getLogger("stretto.parameter_server")
+
+
+class ServerPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server has to know to join. Never shown: it has a secret."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    workers: int
+    on_one_host: bool
+    rendezvous: str
+    secret: str
+    encrypt: bool
+    interface: str | None
+    timeouts: Timeouts
+
+    def __repr__(self) -> str:
+        return f"ServerPlace(rank={self.rank}, world_size={self.world_size})"
+
+
+def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts) -> None:
+    """Serve on a wire until the last worker has left it."""
+    alone = threading.Event()
+    communication = CommunicationThread(Communicator(wire, timeouts))
+    services: dict[int, Running] = {}
+
+    def start(machine: ServerMachine, channel: int, model: ServedModel) -> None:
+        services[channel] = communication.loop.start(machine, channel, unsent_bytes=max(UNSENT_BYTES, 2 * model.num_bytes))
+
+    def stop(channel: int) -> None:
+        if channel in services:
+            services.pop(channel).stop()
+
+    host = communication.loop.start(ServiceHost(wire.rank, workers, start, stop, alone.set), CONTROL_CHANNEL)
+    while not alone.wait(1.0) and host.error is None:
+        pass
+    communication.stop(timeouts.leave_s)
+    wire.close()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, whom servers follow
+    torch.set_num_threads(1)
+    place = msgspec.json.decode(sys.stdin.buffer.read(MOST_BYTES), type=ServerPlace)
+    timeouts = place.timeouts
+    launch = Launch(
+        rank=place.rank, world_size=place.world_size, local_rank=place.local_rank,
+        local_world_size=place.world_size if place.on_one_host else 1, rendezvous=place.rendezvous,
+        secret=bytes.fromhex(place.secret), encrypt=place.encrypt, launcher="stretto", interface=place.interface,
+    )  # fmt: skip
+    wire = make_wire(launch, timeouts, "auto")
+    try:
+        table = introduce(launch, wire.address, timeouts)
+        wire.connect(table.peers, table.nonce)
+    except BaseException:
+        wire.abandon()
+        raise
+    serve(wire, range(place.workers), timeouts)
+
+
+if __name__ == "__main__":
+    main()

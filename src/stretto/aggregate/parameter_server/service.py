@@ -1,0 +1,190 @@
+"""Servers that serve any model: a machine by which workers say what is to be served on which channel.
+
+    rank 0                                servers
+    BeginService(channel, model)   -->    a `ServerMachine` on that channel
+                                   <--    ServiceBegun
+    EndService(channel)            -->    it ends, and its memory is free
+    every worker, at its end
+    WorkerLeaves                   -->    the server ends when all workers have left, or died
+
+A server process is started once in a job. Models come, are arranged anew when parameters are frozen or added, and go; each
+arrangement is a service on a channel of its own, so nothing of the last one can be taken for the next. The description of a model
+is the payload, for it may be long.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from stretto.aggregate.parameter_server.layout import RANGE_BYTES, RangeLayout, ServedParameter
+from stretto.aggregate.parameter_server.replica import RangeValues
+from stretto.aggregate.parameter_server.round_sum import RoundSum
+from stretto.aggregate.parameter_server.server import ServerMachine
+from stretto.errors import ConfigurationError, JobError
+from stretto.protocol.machine import Actions, Machine, Reply, SendMessage
+from stretto.sync.synchronous import Synchronous
+
+CONTROL_CHANNEL: Final = 1
+FIRST_CHANNEL: Final = 2  # of a service
+
+log = logging.getLogger("stretto.parameter_server")
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """What servers have to know of a model, and of each other. Everybody has the same."""
+
+    parameters: list[ServedParameter]
+    servers: list[int]
+    workers: list[int]
+    replicas: int = 0
+    range_bytes: int = RANGE_BYTES
+
+    def layout(self) -> RangeLayout:
+        return RangeLayout(self.parameters, self.range_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * sum(numel for _, numel, _ in self.parameters)
+
+
+class BeginService(msgspec.Struct, frozen=True, tag=True):
+    channel: int
+
+
+class EndService(msgspec.Struct, frozen=True, tag=True):
+    channel: int
+
+
+class WorkerLeaves(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class ServiceBegun(msgspec.Struct, frozen=True, tag=True):
+    channel: int
+    problem: str  # empty: none
+
+
+class ServiceHost(Machine):
+    """A server's side. `start(machine, channel, model)` runs a machine, `stop(channel)` ends it; `alone()` is called when the last
+    worker has left."""
+
+    header_type = BeginService | EndService | WorkerLeaves
+
+    def __init__(
+        self,
+        rank: int,
+        workers: Iterable[int],
+        start: Callable[[ServerMachine, int, ServedModel], None],
+        stop: Callable[[int], None],
+        alone: Callable[[], None],
+    ) -> None:
+        self._rank = rank
+        self._workers = set(workers)
+        self._start, self._stop, self._alone = start, stop, alone
+        self._gone: set[int] = set()  # ranks that have left
+
+    def on_message(
+        self, now: float, source: int, header: BeginService | EndService | WorkerLeaves, payload: memoryview
+    ) -> Actions:
+        match header:
+            case BeginService(channel):
+                return [SendMessage(source, ServiceBegun(channel, self._begin(channel, payload)))]
+            case EndService(channel):
+                self._stop(channel)
+            case WorkerLeaves():
+                self._end_if_alone([source])
+        return ()
+
+    def _begin(self, channel: int, payload: memoryview) -> str:
+        try:
+            model = msgspec.msgpack.decode(payload, type=ServedModel)
+            self._start(self._machine(model), channel, model)
+        except (msgspec.MsgspecError, ConfigurationError) as problem:
+            log.warning("rank %d cannot serve what it was asked to on channel %d: %s", self._rank, channel, problem)
+            return str(problem)
+        return ""
+
+    def _machine(self, model: ServedModel) -> ServerMachine:
+        layout = model.layout()
+
+        def make_values(index: int, values: memoryview | None) -> RangeValues:
+            return RoundSum(layout.ranges[index].numel)
+
+        return ServerMachine(
+            self._rank, layout, servers=model.servers, workers=model.workers, sync=Synchronous(), make_values=make_values,
+            replicas=model.replicas,
+        )  # fmt: skip
+
+    def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
+        self._end_if_alone(left)
+        return ()
+
+    def _end_if_alone(self, left: Sequence[int]) -> None:
+        self._gone |= set(left)
+        if self._workers <= self._gone:
+            self._alone()
+
+
+class NewService(NamedTuple):
+    """Have all servers serve a model on a channel. The reply is None when all that live do."""
+
+    channel: int
+    model: ServedModel
+
+
+class LeaveServers(NamedTuple):
+    """This worker needs these servers no more. The reply is None at once."""
+
+    servers: Sequence[int]
+
+
+class ServiceClient(Machine):
+    """A worker's side. One of them speaks for all when there is something to serve."""
+
+    header_type = ServiceBegun
+
+    def __init__(self) -> None:
+        self._asked: dict[int, tuple[int, set[int]]] = {}  # channel -> ticket, and the servers that have not answered
+        self._servers: list[int] = []
+        self._gone: set[int] = set()
+
+    def on_request(self, now: float, ticket: int, request: NewService | EndService | LeaveServers) -> Actions:
+        if isinstance(request, EndService):
+            return [*(SendMessage(server, request) for server in self._servers), Reply(ticket)]
+        if isinstance(request, LeaveServers):
+            return [*(SendMessage(server, WorkerLeaves()) for server in request.servers), Reply(ticket)]
+        channel, model = request
+        self._servers = list(model.servers)
+        waiting = {server for server in model.servers if server not in self._gone}
+        self._asked[channel] = ticket, waiting
+        body = msgspec.msgpack.encode(model)
+        return [*(SendMessage(server, BeginService(channel), body) for server in waiting), *self._answered(channel)]
+
+    def on_message(self, now: float, source: int, header: ServiceBegun, payload: memoryview) -> Actions:
+        if header.channel not in self._asked or source not in self._asked[header.channel][1]:
+            return ()
+        ticket, waiting = self._asked[header.channel]
+        if header.problem:
+            del self._asked[header.channel]
+            return [Reply(ticket, error=JobError(f"the server at rank {source} cannot serve the model: {header.problem}"))]
+        waiting.discard(source)
+        return self._answered(header.channel)
+
+    def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
+        self._gone = (self._gone | set(left)) - set(joined)
+        actions: list[Reply] = []
+        for channel, (_, waiting) in list(self._asked.items()):
+            waiting -= set(left)
+            actions += self._answered(channel)
+        return actions
+
+    def _answered(self, channel: int) -> list[Reply]:
+        ticket, waiting = self._asked[channel]
+        if waiting:
+            return []
+        del self._asked[channel]
+        return [Reply(ticket)]

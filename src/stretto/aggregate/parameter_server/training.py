@@ -1,0 +1,234 @@
+"""Synchronous training with servers: they only sum, and every worker steps with its own optimizer, whatever that is.
+
+A bucket is some ranges of the servers. When it is full its gradients are pushed, range by range, and their sum is pulled into the
+same memory: the servers answer when everybody's have come, so a pull is under way as soon as its push is. What workers say of
+themselves (notes: weights, failed backwards, unused parameters) is little, and goes by all-reduce in the closing bucket, which has
+no gradients. Everything else (rounds, late gradients, failures, buffers) is that of synchronous all-reduce.
+
+The memory of a bucket may be pushed from and pulled into at once: the servers answer a pull after they have acknowledged the push,
+and the acknowledgement comes first.
+
+When parameters are frozen, unfrozen or added, buckets are made anew, and so is what the servers serve.
+
+Precision: values travel and are added as float32. Gradients in half precision become float32 before they are pushed and are
+rounded once, after the sum. What float32 cannot hold (float64, complex numbers) is combined by all-reduce instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stretto.aggregate.all_reduce.bucket import ReducedBucket
+from stretto.aggregate.all_reduce.compression_thread import ThreadedExchange
+from stretto.aggregate.all_reduce.exchange import UnderWay
+from stretto.aggregate.all_reduce.training import SynchronousAllReduce
+from stretto.aggregate.parameter_server.client import Pull, Push
+from stretto.aggregate.parameter_server.layout import ServedParameter
+from stretto.aggregate.parameter_server.network import ServerNetwork, open_network
+from stretto.aggregate.parameter_server.service import ServedModel
+from stretto.aggregate.parameter_server.value import ParameterServer
+from stretto.collectives.group import Group
+from stretto.collectives.plan import Kind
+from stretto.collectives.request import Awaited, Pending
+from stretto.engine.training import Named, RoundEnd, RoundResult, Setting
+from stretto.errors import ConfigurationError, StrettoError, WireError
+from stretto.job import Job
+from stretto.protocol.loop import Running
+from stretto.schedule.orders import Buckets, FixedOrder
+
+if TYPE_CHECKING:
+    from stretto.strategy import Strategy
+
+SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what float32 can hold
+BUCKETS = Buckets(bytes=4 << 20)  # a bucket has no start-up here beyond those of its ranges, so small ones begin early
+
+
+class SynchronousServers(SynchronousAllReduce):
+    """`ParameterServer` + `Synchronous` + `Replicated`."""
+
+    def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
+        self._service: Running | None = None
+        self._network: ServerNetwork | None = None
+        self._ranges: dict[ReducedBucket, list[tuple[int, int, int]]] = {}  # number of a range, its first and last + 1 element
+        self._clock = 0  # rounds since what is served was arranged
+        self._meeting: Pending | None = None  # of all workers, in the round under way
+        super().__init__(replace(strategy, schedule=BUCKETS) if strategy.schedule == Buckets() else strategy, job, setting)
+        if job.world_size > 1:
+            self._network = _network_of(job, _servers_of(strategy).num_servers(job.world_size))
+
+    @classmethod
+    def check_strategy(cls, strategy: Strategy) -> None:
+        asked = f"aggregate={strategy.aggregate!r}"
+        if strategy.compress.lossless is False:
+            raise ConfigurationError(
+                f"{asked} with compress={strategy.compress!r}: servers add up float32 values, and know of no codec.\n"
+                f"Leave compress= out, or write aggregate=AllReduce()."
+            )
+        if not isinstance(strategy.schedule, FixedOrder):
+            raise ConfigurationError(
+                f"{asked} with schedule={strategy.schedule!r}: its plan is for transfers that are all-reduces.\n"
+                f"Leave schedule= out, write Buckets(bytes=...), WaitFree() or AfterBackward(), or aggregate=AllReduce()."
+            )
+
+    @classmethod
+    def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
+        _servers_of(strategy).num_servers(job.world_size)
+
+    def _find_group(self) -> tuple[Group, str]:
+        return self._job.world, "butterfly"  # of the notes, which are small
+
+    def _make_channel(self) -> int:
+        return self._job.world.new_channel()
+
+    @property
+    def _closing_notes_all(self) -> bool:
+        return True
+
+    @property
+    def _computes(self) -> bool:
+        return True
+
+    # -- what is served -----------------------------------------------------------------------------------------------
+
+    def arrange(self, dense: Sequence[Named], sparse: Sequence[Named]) -> Sequence[ReducedBucket]:
+        buckets = super().arrange(dense, sparse)
+        if self._network is None:
+            return buckets
+        self._broadcast(f" to arrange them{self._label}", torch.zeros(1, device="cpu"))  # all have the same, or find out
+        if self._service is not None:
+            self._network.end(self._service)
+            self._service = None
+        model = ServedModel(
+            parameters=[
+                ServedParameter(name, view.numel(), str(bucket.number)) for bucket in buckets for name, view in bucket.named_views
+            ],
+            servers=self._network.servers,
+            workers=list(range(self._job.world_size)),
+            replicas=_servers_of(self._strategy).replicas,
+        )
+        if model.parameters:
+            self._service, self._clock = self._network.begin(model), 0
+        self._ranges = _ranges_of(buckets, model)
+        return buckets
+
+    def close(self) -> None:
+        super().close()
+        if self._network is not None and self._service is not None and not self._job.closed:
+            self._network.end(self._service)
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, bucket: ReducedBucket, under_way: UnderWay) -> None:
+        if self._meeting is None and self._job.world_size > 1:
+            # Servers cannot tell who is elsewhere, in another round or in another collective; this finds out.
+            nothing, name = torch.empty(0, dtype=torch.uint8, device="cpu"), (self._setting.channel, self._sequence & 0xFFFFFFFF)
+            self._meeting = self._job.world.start(Kind.BARRIER, nothing, "dissemination", name=name, label=self._label)
+        super()._begin(bucket, under_way)
+
+    def backward_ended(self, end: RoundEnd) -> RoundResult:
+        try:
+            return super().backward_ended(end)
+        finally:
+            self._clock += 1
+            self._meeting = None
+
+    def _combine(self, bucket: ReducedBucket, values: Tensor, number: int, label: str) -> UnderWay:
+        if self._service is None or not self._ranges[bucket]:
+            yield from super()._combine(bucket, values, number, label)
+            return
+        flat = values if values.dtype is torch.float32 and values.device.type == "cpu" else values.to("cpu", torch.float32)
+        yield self._sum(self._service, bucket, flat)
+        flat.mul_(1.0 / self._job.world_size)
+        if flat is not values:
+            values.copy_(flat)
+
+    def _sum(self, service: Running, bucket: ReducedBucket, flat: Tensor) -> Awaited:
+        """Replace `flat`, which is this worker's, by the sum over all workers."""
+        memory, answers = flat.numpy(), []
+        for index, start, stop in self._ranges[bucket]:
+            part = memory[start:stop].data
+            answers.append(service.request(Push(index, self._clock, part, {}, 0)))
+            answers.append(service.request(Pull(index, self._clock + 1, part)))
+        return Answers(answers)
+
+    def _wait(self, buckets: Sequence[ReducedBucket]) -> None:
+        if self._meeting is not None:
+            self._meeting.wait()  # everybody has begun the round, or it is said who has not
+        if self._network is not None and self._service is not None:
+            self._give_up_late(buckets)
+        super()._wait(buckets)
+
+    def _give_up_late(self, buckets: Sequence[ReducedBucket]) -> None:
+        """All are in the round, so what is missing after so long will not come."""
+        assert self._network is not None and self._service is not None
+        patience_s = self._job.timeouts.arrive_s
+        deadline = time.monotonic() + patience_s
+        for bucket in buckets:
+            assert isinstance(bucket.exchange, ThreadedExchange)
+            while not bucket.exchange.has_ended(0.25):
+                if time.monotonic() > deadline:
+                    self._network.give_up(self._service, self._too_late(patience_s))
+                    return
+
+    def _too_late(self, patience_s: float) -> WireError:
+        return WireError(
+            f"gradients of {self._setting.name}: all workers have begun the round, and the servers have not got everybody's within "
+            f"{patience_s:g} s. A worker is stuck in its backward: find out with py-spy dump, or allow more time: "
+            f"stretto.init(timeouts=Timeouts(arrive_s=...))."
+        )
+
+
+class Answers(Awaited):
+    """Several answers of servers; done when all have come, with the first error if there was one."""
+
+    def __init__(self, answers: Sequence[Future[Any]]) -> None:
+        super().__init__()
+        self._missing = len(answers)
+        self._first_error: StrettoError | None = None
+        for answer in answers:
+            answer.add_done_callback(self._came)
+
+    def _came(self, answer: Future[Any]) -> None:
+        problem = answer.exception()
+        with self._lock:
+            self._missing -= 1
+            is_last = self._missing == 0
+            if isinstance(problem, StrettoError):
+                self._first_error = self._first_error or problem
+            elif problem is not None:
+                self._first_error = self._first_error or StrettoError(f"a request to a server has failed: {problem!r}")
+        if is_last:
+            self.finish(self._first_error)
+
+
+def _ranges_of(buckets: Sequence[ReducedBucket], model: ServedModel) -> dict[ReducedBucket, list[tuple[int, int, int]]]:
+    """The ranges of each bucket, which is a group to the servers: one after the other in the bucket's memory."""
+    ranges: dict[ReducedBucket, list[tuple[int, int, int]]] = {bucket: [] for bucket in buckets}
+    for each in model.layout().ranges:
+        before = ranges[buckets[int(each.group)]]
+        start = before[-1][2] if before else 0
+        before.append((each.index, start, start + each.numel))
+    return ranges
+
+
+def _servers_of(strategy: Strategy) -> ParameterServer:
+    assert isinstance(strategy.aggregate, ParameterServer), "another way of training"
+    return strategy.aggregate
+
+
+def _network_of(job: Job, num_servers: int) -> ServerNetwork:
+    """The job's, opened by the first model that needs it. All workers call it together."""
+    network = job.server_networks.get(num_servers)
+    if network is None:
+        network = job.server_networks[num_servers] = open_network(job, num_servers)
+        job.threads.add(network)
+    assert isinstance(network, ServerNetwork)
+    return network
