@@ -89,6 +89,7 @@ class Chains:
     def __init__(
         self,
         rank: int,
+        life: int,
         layout: RangeLayout,
         servers: Sequence[int],
         replicas: int,
@@ -98,6 +99,7 @@ class Chains:
         step_down: Callable[[int], None],
     ) -> None:
         self.rank = rank
+        self.life = life
         self.servers = {*servers, rank}  # that live
         self.newcomers: set[int] = set()
         self.holdings: dict[int, Holding] = {}
@@ -248,7 +250,8 @@ class Chains:
         takes_part = following in holding.members
         copy = holding.replica.values.export() if takes_part and following not in holding.level else b""
         holding.level = {following} if takes_part else set()
-        header = InstallRange(holding.index, holding.epoch, holding.members, holding.path, holding.replica.header())
+        lives = {rank: self._life_of(rank) for rank in holding.path}
+        header = InstallRange(holding.index, holding.epoch, holding.members, holding.path, lives, holding.replica.header())
         self._send(following, header, copy)
 
     def _end_of_path(self, holding: Holding) -> None:
@@ -265,10 +268,10 @@ class Chains:
         """A new epoch, from the server before this one."""
         index, holding = header.range, self.holdings.get(header.range)
         newest = max(self.known[index].epoch, self._dropped.get(index, 0)) if holding is None else holding.epoch
-        path = [rank for rank in header.path if self._terms.lives.is_here(rank)]
+        path = [rank for rank in header.path if not self._has_ended(rank, header.lives.get(rank, 0))]
         if header.epoch <= newest or self.rank not in path:
             return
-        members = [rank for rank in header.members if self._terms.lives.is_here(rank)]
+        members = [rank for rank in header.members if rank in path]
         if self.rank not in members:
             self._drop(header, members, path)
             return
@@ -285,6 +288,12 @@ class Chains:
             self._take_over(holding)
         else:
             self._pass_on(holding)
+
+    def _life_of(self, rank: int) -> int:
+        return self.life if rank == self.rank else self._terms.lives.current(rank)
+
+    def _has_ended(self, rank: int, life: int) -> bool:
+        return life != self.life if rank == self.rank else self._terms.lives.has_ended(rank, life)
 
     def _installed(self, holding: Holding | None, header: InstallRange, payload: memoryview) -> RangeReplica:
         if payload.nbytes:
@@ -303,9 +312,9 @@ class Chains:
     def _drop(self, header: InstallRange, members: list[int], path: list[int]) -> None:
         """Others have this range from now on."""
         self._dropped[header.range] = header.epoch
-        holding = self.holdings.pop(header.range, None)
-        if holding is not None and holding.head is not None:
-            self._end_as_head(holding)
+        self._installing.discard(header.range)
+        self.holdings.pop(header.range, None)
+        self._step_down(header.range)
         following = self._after_me(path)
         if following is not None:
             self._send(following, header)

@@ -17,7 +17,7 @@ Needs: messages of one peer come once and in order, until it has left, as they d
 only seems to be would go on serving its ranges to those that still hear it. A worker keeps what it has pushed until it is
 acknowledged.
 
-A server that joins later, or again, is made with `joining=True`: it has nothing, says that it is here, and is handed its ranges.
+A server that joins later, or again, is made with its `life`: it has nothing, says that it is here, and is handed its ranges.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ServerMachine(Machine):
         make_values: MakeValues,
         replicas: int = 0,
         filled: bool = False,
-        joining: bool = False,
+        life: int = 0,
         lives: Mapping[int, int] | None = None,
         fault_in: Callable[[Options], str | None] = _no_fault,
         on_update: Callable[[UpdateRecord], None] = _no_record,
@@ -97,14 +97,14 @@ class ServerMachine(Machine):
         self.rank = rank
         self.layout = layout
         self.lives = Lives(lives or {})
-        self._joining = joining
+        self._joining = life > 0
         self._first_workers = {worker: WorkerClock(0, 0, 0) for worker in workers}
         self._clients = set(self._first_workers)  # whoever wants to know where ranges are
         self._make_values = make_values
         rule = rule_for(sync, len(self._first_workers))
         self._filled = filled or rule.sums
         terms = Terms(rule, self.lives, self._send, fault_in, on_update)
-        self.chains = Chains(rank, layout, servers, replicas, terms, self._make_replica, self._news_of, self._turn_all_away)
+        self.chains = Chains(rank, life, layout, servers, replicas, terms, self._make_replica, self._news_of, self._turn_all_away)
         self._attempts: dict[tuple[int, int], int] = {}  # the last one of each client for each range
         self._turned_away: dict[tuple[int, int], int] = {}  # of these, the last one that was
         self._greeted = {rank}  # servers that have been told that this one has joined
@@ -133,6 +133,8 @@ class ServerMachine(Machine):
                 self._server_joins(source, layout)
             case _ if not 0 <= header.range < len(self.layout):
                 self._refuse(source, header, f"there is no such range: the model has {len(self.layout)}")
+            case LogEntry() | EntryStored() | InstallRange() | RangeInstalled() if source in self._clients:
+                self._refuse(source, header, "it is for a server to say")
             case LogEntry():
                 self.chains.on_entry(header, payload)
             case EntryStored():
