@@ -265,15 +265,18 @@ class Chains:
             self._take_over(holding)
 
     def install(self, header: InstallRange, payload: memoryview) -> None:
-        """A new epoch, from the server before this one."""
+        """A new epoch, from the server before this one; or a copy in the same one, if a server between them has died."""
         index, holding = header.range, self.holdings.get(header.range)
-        newest = max(self.known[index].epoch, self._dropped.get(index, 0)) if holding is None else holding.epoch
         path = [rank for rank in header.path if not self._has_ended(rank, header.lives.get(rank, 0))]
-        if header.epoch <= newest or self.rank not in path:
+        if self.rank not in path or not self._is_news(holding, header, payload):
             return
         members = [rank for rank in header.members if rank in path]
         if self.rank not in members:
-            self._drop(header, members, path)
+            if members or holding is None:
+                self._drop(header, members, path)
+            else:  # all that shall have the range have died, and those before this server on the path have dropped it
+                holding.epoch, holding.members, holding.path = header.epoch, [self.rank], path[path.index(self.rank) :]
+                self._take_over(holding)
             return
         try:
             replica = self._installed(holding, header, payload)
@@ -282,12 +285,19 @@ class Chains:
             return
         if holding is not None and holding.head is not None:
             self._end_as_head(holding)
-        level = set() if holding is None or payload.nbytes else holding.level
+        level = set() if holding is None or payload.nbytes else holding.level & set(members)
         holding = self.holdings[index] = Holding(index, replica, members, path, header.epoch, False, level, -1)
         if members[0] == self.rank != header.members[0]:
             self._take_over(holding)
         else:
             self._pass_on(holding)
+
+    def _is_news(self, holding: Holding | None, header: InstallRange, payload: memoryview) -> bool:
+        if holding is None:
+            return header.epoch > max(self.known[header.range].epoch, self._dropped.get(header.range, 0))
+        if header.epoch == holding.epoch:
+            return holding.head is None and payload.nbytes > 0 and header.replica.sequence >= holding.replica.sequence
+        return header.epoch > holding.epoch
 
     def _life_of(self, rank: int) -> int:
         return self.life if rank == self.rank else self._terms.lives.current(rank)
@@ -303,8 +313,8 @@ class Chains:
         if holding is None or holding.replica.sequence != header.replica.sequence:
             had = None if holding is None else holding.replica.sequence
             raise WireError(
-                f"rank {self.rank} was told to go on with range {header.range} at sequence {header.replica.sequence}, and is at"
-                f" {had}.\n"
+                f"rank {self.rank} was told to go on with range {header.range} at sequence {header.replica.sequence}, and is at "
+                f"{had}.\n"
                 f"Messages between servers were lost or came out of order: run them on a wire that does not do that."
             )
         return holding.replica

@@ -133,7 +133,7 @@ class ClientMachine(Machine):
         self.life = life
         self.lives = Lives(lives or {})
         self._window_bytes = window_bytes
-        self._others = set(servers)  # that may be servers
+        self._others = {*servers, *(lives or {})} - {rank}  # that may be servers
         self._ended: dict[int, int] = {}  # rank -> the last life that has ended
         ring = HashRing(servers)
         placed = ring.place(layout.ranges)

@@ -29,7 +29,7 @@ import math
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -63,6 +63,9 @@ from stretto.aggregate.parameter_server.messages import (
 from stretto.aggregate.parameter_server.replica import RangeReplica
 from stretto.errors import MalformedPayload
 from stretto.protocol.machine import Payload
+
+
+MAX_CLOCK: Final = 1 << 53
 
 
 class UpdateRecord(NamedTuple):
@@ -154,6 +157,8 @@ class RangeHead:
             return f"it has {payload.nbytes} bytes, and needs {wanted}"
         if known is not None and life < known.life:
             return f"it is of life {life} of that worker, and life {known.life} has taken its place"
+        if isinstance(request, EnterRange) and not 0 <= (request.clock or 0) < MAX_CLOCK:
+            return f"its clock {request.clock} is none that a worker could have reached"
         if isinstance(request, (PushGradient, PullValues)):
             if known is None or life != known.life:
                 return f"life {life} of that worker does not count among the workers: it has to enter first"
