@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aggregate.parameter_server.one_server import LAYOUT, OneServer
+from stretto.aggregate.parameter_server import server as server_module
 from stretto.aggregate.parameter_server.chains import MAX_INSTALLING
 from stretto.aggregate.parameter_server.hash_ring import HashRing
 from stretto.aggregate.parameter_server.layout import RangeLayout, ServedParameter
@@ -25,6 +26,7 @@ from stretto.aggregate.parameter_server.messages import (
     PushTaken,
     RangeEntered,
     RangeFilled,
+    RangesPlaced,
     RequestRefused,
     Retired,
     ServerJoins,
@@ -33,7 +35,7 @@ from stretto.aggregate.parameter_server.messages import (
 from stretto.aggregate.parameter_server.round_sum import RoundSum
 from stretto.aggregate.parameter_server.server import ServerMachine
 from stretto.errors import ConfigurationError
-from stretto.protocol.machine import HeaderReader
+from stretto.protocol.machine import HeaderReader, SendMessage
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.testing.faults import Kill
@@ -75,6 +77,8 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"weight": math.nan}, 8, "must be positive"),
     ({"weight": math.inf}, 8, "must be positive and finite"),
     ({"options": {"lr": 7.0}}, 8, "such options do not exist"),
+    ({"options": {f"o{number}": 0.1 for number in range(99)}}, 8, "99 options"),
+    ({"options": {"x" * 99: 0.1}}, 8, "long names"),
     ({}, 0, "has 0 bytes, and needs 8"),
     ({}, 12, "has 12 bytes, and needs 8"),
     ({}, 7, "has 7 bytes, and needs 8"),
@@ -140,6 +144,16 @@ def test_whatever_numbers_come_the_server_answers_and_goes_on(
         server.tell(1, header, payload)
     right = msgspec.structs.replace(RIGHT, life=0, clock=0, version_read=0)
     assert [answer.header for answer in server.tell(0, right, GRADIENT)] == [PushTaken(0, 0, 1, True)]
+
+
+def test_chains_are_told_of_in_messages_that_are_not_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_CHAINS", 25)
+    servers = Servers([1], 0)
+    servers.run(0.1)
+    told = servers.machines[1].on_message(0.2, 2, ServerJoins(MANY.digest), memoryview(b""))
+    sent = [each for each in told if isinstance(each, SendMessage) and each.to == 2]
+    chains = [each.header.chains for each in sent if isinstance(each.header, RangesPlaced)]
+    assert [len(some) for some in chains] == [25, 25, 10]
 
 
 def test_a_server_of_another_layout_is_no_server(caplog: pytest.LogCaptureFixture) -> None:

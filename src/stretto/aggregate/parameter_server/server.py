@@ -51,6 +51,7 @@ from stretto.aggregate.parameter_server.replica import MakeValues, RangeReplica
 from stretto.errors import ConfigurationError
 from stretto.protocol.machine import Actions, Machine, Payload, SendMessage
 
+MAX_CHAINS: Final = 1000  # in one message, whose header must not be too long
 MAX_COMPLAINTS: Final = 10
 
 log = logging.getLogger("stretto.parameter_server")
@@ -168,10 +169,9 @@ class ServerMachine(Machine):
     def _take_actions(self) -> Actions:
         self.chains.advance()
         self._answer_queries()
-        if self._news:
-            news, self._news = self._placed(self._news), []
-            for rank in sorted((self._clients | self.chains.servers) - {self.rank}):
-                self._send(rank, news)
+        news, self._news = self._news, []
+        for rank in sorted((self._clients | self.chains.servers) - {self.rank}) if news else ():
+            self._tell_of(rank, news)
         actions, self._actions = self._actions, []
         return actions
 
@@ -218,7 +218,7 @@ class ServerMachine(Machine):
         """They wait to hear who serves the range; it may not know of them."""
         for (worker, index), attempt in self._turned_away.items():
             if index == chain.range and attempt == self._attempts[worker, index]:
-                self._send(worker, self._placed([chain]))
+                self._tell_of(worker, [chain])
 
     def _answer_queries(self) -> None:
         """Those for which this server knows that they have died whose death is asked about."""
@@ -234,8 +234,11 @@ class ServerMachine(Machine):
     def _news_of(self, chain: RangeChain) -> None:
         self._news.append(chain)
 
-    def _placed(self, chains: list[RangeChain]) -> RangesPlaced:
-        return RangesPlaced(chains, sorted(self.chains.servers))
+    def _tell_of(self, rank: int, chains: list[RangeChain]) -> None:
+        """At least one message, for it also says which servers there are."""
+        servers = sorted(self.chains.servers)
+        for begin in range(0, max(1, len(chains)), MAX_CHAINS):
+            self._send(rank, RangesPlaced(chains[begin : begin + MAX_CHAINS], servers))
 
     def _heard_of(self, placed: RangesPlaced) -> None:
         for chain in placed.chains:
@@ -258,4 +261,4 @@ class ServerMachine(Machine):
             return
         self.chains.joined(source)
         served = [holding.chain() for holding in self.chains.holdings.values() if holding.head is not None and holding.active]
-        self._send(source, self._placed(served))
+        self._tell_of(source, served)
