@@ -7,7 +7,7 @@ is to add one there: so what was lost, or applied twice, is seen exactly, whatev
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from random import Random
@@ -20,9 +20,10 @@ from stretto.aggregate.parameter_server.client import ClientMachine, Enter, Pull
 from stretto.aggregate.parameter_server.consistency import SyncAnswer
 from stretto.aggregate.parameter_server.head import UpdateRecord
 from stretto.aggregate.parameter_server.layout import RangeLayout, ServedParameter
-from stretto.aggregate.parameter_server.messages import PushTaken
+from stretto.aggregate.parameter_server.messages import InstallRange, PushGradient, PushTaken
 from stretto.aggregate.parameter_server.server import ServerMachine
 from stretto.errors import PeerLost
+from stretto.protocol.machine import Payload
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.backup_workers import BackupWorkers
 from stretto.sync.delay_compensation import DelayCompensation
@@ -105,7 +106,9 @@ class Program:
         def one_is_done(future: Future[Any]) -> None:
             nonlocal left
             left -= 1
-            self.error = self.error or future.exception()
+            if self.error is None and (error := future.exception()) is not None:
+                self.error = error
+                self.history.network.request(self.rank, Quit())  # as a program that ends: others must not wait for it
             if left == 0 and self.error is None:
                 then()
 
@@ -166,31 +169,36 @@ class Program:
 class History:
     """See the module's text."""
 
-    server_machine: type[ServerMachine] = ServerMachine
-
-    def __init__(self, seed: int, sync: SyncAnswer | None = None, **settings: Any) -> None:
+    def __init__(
+        self, seed: int, sync: SyncAnswer | None = None, *, has_faults: bool = True, more_kills: Sequence[Kill] = ()
+    ) -> None:
         self.chance = chance = Random(seed)
-        self.num_workers = settings.get("workers") or chance.choice([1, 2, 3, 4, 7])
-        self.num_servers = settings.get("servers") or chance.choice([1, 2, 2, 3, 3, 4])
-        self.replicas = settings.get("replicas", chance.choice([0, 1, 1, 1, 2]))
-        self.sync = sync or self._some_sync()
+        self.num_workers = chance.choice([1, 2, 3, 4, 7])
+        self.num_servers = chance.choice([1, 2, 2, 3, 3, 4])
+        self.replicas = chance.choice([0, 1, 1, 1, 2])
+        some_sync = self._some_sync()
+        self.sync = sync or some_sync
         self.layout = RangeLayout([ServedParameter(f"p{i}", PLACES) for i in range(chance.choice([1, 2, 3]))], 4 * PLACES)
         self.servers = [FIRST_SERVER + number for number in range(self.num_servers)]
         self.workers = list(range(self.num_workers))
         self.faults: list[Fault] = []
         self.comebacks: list[tuple[float, int]] = []
         self.kinds: Counter[str] = Counter()
-        if settings.get("faults", True):
+        if has_faults:
             self._plan_faults()
+        self.faults += more_kills
         self.network = VirtualNetwork(seed=seed, model=MODEL, faults=self.faults, reliable=True)
         self.machines: dict[int, ServerMachine] = {}
         self.records: dict[int, list[UpdateRecord]] = {}
         self.programs: list[Program] = []
         self.lives: dict[int, int] = {}  # of nodes that have joined
         self.sums: dict[tuple[int, int], bytes] = {}
+        self.reads: dict[tuple[int, int, int], set[int]] = {}  # by worker, range and clock: which gradients
+        self.moments: list[tuple[float, int]] = []  # when a server has told another one of a new chain
         self.slow = chance.choice([None, *self.workers])
+        self.doubles = has_faults and chance.random() < 0.2
         for rank in self.servers:
-            self._add_server(rank, joining=False)
+            self._add_server(rank, life=0)
         for rank in self.workers:
             self._add_worker(rank, life=0)
         for at_s, rank in self.comebacks:
@@ -239,13 +247,13 @@ class History:
         what = "server" if rank >= FIRST_SERVER else "worker"
         self.kinds[f"{what} {'joins' if rank not in (*self.servers, *self.workers) else 'comes back'}"] += 1
         if rank >= FIRST_SERVER:
-            self._add_server(rank, joining=True)
+            self._add_server(rank, life=self.lives[rank])
         else:
             self._add_worker(rank, life=self.lives[rank])
 
-    def _add_server(self, rank: int, joining: bool) -> None:
+    def _add_server(self, rank: int, life: int) -> None:
         self.records[rank] = []
-        machine = self.machines[rank] = self.server_machine(
+        machine = self.machines[rank] = ServerMachine(
             rank,
             self.layout,
             servers=self.servers,
@@ -254,20 +262,41 @@ class History:
             make_values=lambda index, values: Counts(isinstance(self.sync, Synchronous)),
             replicas=self.replicas,
             filled=True,
-            joining=joining,
+            life=life,
             lives=self.lives,
             on_update=self.records[rank].append,
         )
+        send = machine._send
+
+        def watched(to: int, header: Any, payload: Payload = b"") -> None:
+            if isinstance(header, InstallRange):
+                self.moments += [(self.network.now, rank), (self.network.now, to)]
+            send(to, header, payload)
+
+        machine.chains._send = watched  # type: ignore[method-assign]
         self.network.add(rank, machine)
 
     def _add_worker(self, rank: int, life: int) -> None:
         for program in self.programs:
             program.dead |= program.rank == rank
         machine = ClientMachine(rank, self.layout, servers=self.servers, replicas=self.replicas, life=life, lives=self.lives)
+        if self.doubles:
+            self._double_pushes_of(machine)
         self.network.add(rank, machine)
         program = Program(self, rank, len(self.programs))
         self.programs.append(program)
         self.after(0.0, program, program.start)
+
+    def _double_pushes_of(self, machine: ClientMachine) -> None:
+        send = machine._send
+
+        def twice(to: int, header: Any, payload: Payload = b"") -> None:
+            send(to, header, payload)
+            if isinstance(header, PushGradient):
+                self.kinds["push twice"] += 1
+                send(to, header, payload)
+
+        machine._send = twice  # type: ignore[method-assign]
 
     def after(self, seconds: float, program: Program, action: Callable[[], None]) -> None:
         def act() -> None:
@@ -297,6 +326,7 @@ class History:
     def check_what_was_read(self, program: Program, index: int, values: NDArray[np.float32]) -> None:
         read = {int(place) for place in np.flatnonzero(values)}
         own = {program.place(clock) for clock in range(program.began, program.clock)}
+        self.reads[program.rank, index, program.clock] = read
         clocks = {place: self.programs[place // STEPS].clock_of(place) for place in read}
         match self.sync:
             case Synchronous():
@@ -327,7 +357,7 @@ class History:
                 heads.update(index for index, holding in machine.chains.holdings.items() if holding.head is not None)
         assert not heads or max(heads.values()) == 1, f"ranges that are served twice: {heads}"
 
-    def run(self) -> Counter[str]:
+    def run(self) -> None:
         self.network.run_until(self._check_heads_and_go_on, until_s=ENDED_S)
         lost = self._lost_ranges()
         for program in self.living_programs():
@@ -335,8 +365,18 @@ class History:
         for index in set(range(len(self.layout))) - lost:
             self._check_range(index)
         self._check_records()
-        self.kinds["lost"] += bool(lost)
-        return self.kinds + Counter({fault.partition("(")[0] for fault in self.network.fired})
+        if lost:
+            self.kinds["lost"] += 1
+
+    def seen(self) -> Counter[str]:
+        """What has happened to whom."""
+        return Counter({*self.kinds, *(fault.partition("(")[0] for fault in self.network.fired)})
+
+    def kills_in_the_middle(self) -> list[Kill]:
+        """Of a server that has just told another one of a new chain, or is being told, if one other at least stays alive."""
+        dying = {fault.node for fault in self.faults if isinstance(fault, Kill)}
+        spared = [moment for moment in self.moments if moment[1] not in dying and len(dying) + 1 < self.num_servers]
+        return [Kill(rank, at_s=at_s + 1e-9) for at_s, rank in self.chance.sample(spared, min(1, len(spared)))]
 
     def _check_heads_and_go_on(self) -> bool:
         self.check_heads()

@@ -89,6 +89,7 @@ class Chains:
     def __init__(
         self,
         rank: int,
+        life: int,
         layout: RangeLayout,
         servers: Sequence[int],
         replicas: int,
@@ -98,6 +99,7 @@ class Chains:
         step_down: Callable[[int], None],
     ) -> None:
         self.rank = rank
+        self.life = life
         self.servers = {*servers, rank}  # that live
         self.newcomers: set[int] = set()
         self.holdings: dict[int, Holding] = {}
@@ -248,7 +250,8 @@ class Chains:
         takes_part = following in holding.members
         copy = holding.replica.values.export() if takes_part and following not in holding.level else b""
         holding.level = {following} if takes_part else set()
-        header = InstallRange(holding.index, holding.epoch, holding.members, holding.path, holding.replica.header())
+        lives = {rank: self._life_of(rank) for rank in holding.path}
+        header = InstallRange(holding.index, holding.epoch, holding.members, holding.path, lives, holding.replica.header())
         self._send(following, header, copy)
 
     def _end_of_path(self, holding: Holding) -> None:
@@ -262,15 +265,18 @@ class Chains:
             self._take_over(holding)
 
     def install(self, header: InstallRange, payload: memoryview) -> None:
-        """A new epoch, from the server before this one."""
+        """A new epoch, from the server before this one; or a copy in the same one, if a server between them has died."""
         index, holding = header.range, self.holdings.get(header.range)
-        newest = max(self.known[index].epoch, self._dropped.get(index, 0)) if holding is None else holding.epoch
-        path = [rank for rank in header.path if self._terms.lives.is_here(rank)]
-        if header.epoch <= newest or self.rank not in path:
+        path = [rank for rank in header.path if not self._has_ended(rank, header.lives.get(rank, 0))]
+        if self.rank not in path or not self._is_news(holding, header, payload):
             return
-        members = [rank for rank in header.members if self._terms.lives.is_here(rank)]
+        members = [rank for rank in header.members if rank in path]
         if self.rank not in members:
-            self._drop(header, members, path)
+            if members or holding is None:
+                self._drop(header, members, path)
+            else:  # all that shall have the range have died, and those before this server on the path have dropped it
+                holding.epoch, holding.members, holding.path = header.epoch, [self.rank], path[path.index(self.rank) :]
+                self._take_over(holding)
             return
         try:
             replica = self._installed(holding, header, payload)
@@ -279,12 +285,25 @@ class Chains:
             return
         if holding is not None and holding.head is not None:
             self._end_as_head(holding)
-        level = set() if holding is None or payload.nbytes else holding.level
+        level = set() if holding is None or payload.nbytes else holding.level & set(members)
         holding = self.holdings[index] = Holding(index, replica, members, path, header.epoch, False, level, -1)
         if members[0] == self.rank != header.members[0]:
             self._take_over(holding)
         else:
             self._pass_on(holding)
+
+    def _is_news(self, holding: Holding | None, header: InstallRange, payload: memoryview) -> bool:
+        if holding is None:
+            return header.epoch > max(self.known[header.range].epoch, self._dropped.get(header.range, 0))
+        if header.epoch == holding.epoch:
+            return holding.head is None and payload.nbytes > 0 and header.replica.sequence >= holding.replica.sequence
+        return header.epoch > holding.epoch
+
+    def _life_of(self, rank: int) -> int:
+        return self.life if rank == self.rank else self._terms.lives.current(rank)
+
+    def _has_ended(self, rank: int, life: int) -> bool:
+        return life != self.life if rank == self.rank else self._terms.lives.has_ended(rank, life)
 
     def _installed(self, holding: Holding | None, header: InstallRange, payload: memoryview) -> RangeReplica:
         if payload.nbytes:
@@ -294,8 +313,8 @@ class Chains:
         if holding is None or holding.replica.sequence != header.replica.sequence:
             had = None if holding is None else holding.replica.sequence
             raise WireError(
-                f"rank {self.rank} was told to go on with range {header.range} at sequence {header.replica.sequence}, and is at"
-                f" {had}.\n"
+                f"rank {self.rank} was told to go on with range {header.range} at sequence {header.replica.sequence}, and is at "
+                f"{had}.\n"
                 f"Messages between servers were lost or came out of order: run them on a wire that does not do that."
             )
         return holding.replica
@@ -303,9 +322,9 @@ class Chains:
     def _drop(self, header: InstallRange, members: list[int], path: list[int]) -> None:
         """Others have this range from now on."""
         self._dropped[header.range] = header.epoch
-        holding = self.holdings.pop(header.range, None)
-        if holding is not None and holding.head is not None:
-            self._end_as_head(holding)
+        self._installing.discard(header.range)
+        self.holdings.pop(header.range, None)
+        self._step_down(header.range)
         following = self._after_me(path)
         if following is not None:
             self._send(following, header)

@@ -133,7 +133,8 @@ class ClientMachine(Machine):
         self.life = life
         self.lives = Lives(lives or {})
         self._window_bytes = window_bytes
-        self._others = set(servers)  # that may be servers
+        self._others = {*servers, *(lives or {})} - {rank}  # that may be servers
+        self._ended: dict[int, int] = {}  # rank -> the last life that has ended
         ring = HashRing(servers)
         placed = ring.place(layout.ranges)
         self.routes = [Route(index, 0, ring.chain(index, placed[index], replicas + 1)) for index in range(len(layout))]
@@ -180,9 +181,10 @@ class ClientMachine(Machine):
 
     def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
         self.lives.end(left)
+        self._ended |= {rank: self.lives.current(rank) for rank in left}
         for route in self.routes:
             for rank in left:
-                route.left(rank, self.lives.current(rank))
+                route.left(rank)
         for index, (server, _) in list(self._pulling.items()):
             if server in left:
                 self._forget_pull(index)
@@ -214,6 +216,11 @@ class ClientMachine(Machine):
                 f"{kind}(range={request.range}) with {memory.nbytes} bytes: that range has {wanted}.\n"
                 f"Give contiguous memory of that size{', which can be written' if isinstance(request, Pull) else ''}."
             )
+        if isinstance(request, Push):
+            try:
+                msgspec.convert(request.options, Options)
+            except msgspec.ValidationError as problem:
+                return f"Push(options={request.options!r}): {problem}.\nGive names, and flags, numbers or pairs of numbers."
         return None
 
     def _request(self, ticket: int, request: Push | Pull | Fill) -> RangeRequest:
@@ -352,7 +359,7 @@ class ClientMachine(Machine):
         route.asked = {rank for rank in self._others if self.lives.is_here(rank)}
         route.is_held = False
         for rank in sorted(route.asked):
-            self._send(rank, RangeQuery(route.index, route.ended))
+            self._send(rank, RangeQuery(route.index, sorted(self._ended.items())))
         self._give_up_if_nobody_has(route)
 
     def _on_report(self, route: Route, source: int, holds: bool) -> None:
@@ -366,8 +373,7 @@ class ClientMachine(Machine):
             return
         names = self.layout.ranges[route.index].names
         shown = ", ".join(repr(name) for name in names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
-        last = route.ended[-1][0] if route.ended else -1
-        route.lost = PeerLost(last, f"with it the last copy of range {route.index} of the model is gone: {shown}")
+        route.lost = PeerLost(route.last_dead, f"with it the last copy of range {route.index} of the model is gone: {shown}")
         requests, route.requests = route.requests, {}
         for request in requests.values():
             self._fail(request, route.lost)

@@ -8,7 +8,7 @@ Large ranges choose first. Its replicas are the next servers that it meets.
 Cost:      computed by everybody for themselves, from the servers' ranks alone; O(ranges * servers).
 Invariant: the largest load is at most the equal share and one range more. Loads are as even as ranges are small: with equal
 ranges
-           the largest and the smallest differ by two ranges at most. When a server dies, its ranges are those of their next
+           the largest and the smallest differ by one range at most. When a server dies, its ranges are those of their next
            replica, and no others move. When one joins, the only ranges that move are those that it has in the new placement.
 Reference: Karger et al., "Consistent hashing and random trees", STOC 1997; Mirrokni, Thorup and Zadimoghaddam, "Consistent
 hashing

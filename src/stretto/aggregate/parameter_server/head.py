@@ -29,7 +29,7 @@ import math
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -63,6 +63,10 @@ from stretto.aggregate.parameter_server.messages import (
 from stretto.aggregate.parameter_server.replica import RangeReplica
 from stretto.errors import MalformedPayload
 from stretto.protocol.machine import Payload
+
+MAX_CLOCK: Final = 1 << 53
+MAX_OPTIONS: Final = 64  # so that a header with them can be passed on
+MAX_REASON: Final = 2000  # letters
 
 
 class UpdateRecord(NamedTuple):
@@ -154,6 +158,8 @@ class RangeHead:
             return f"it has {payload.nbytes} bytes, and needs {wanted}"
         if known is not None and life < known.life:
             return f"it is of life {life} of that worker, and life {known.life} has taken its place"
+        if isinstance(request, EnterRange) and not 0 <= (request.clock or 0) < MAX_CLOCK:
+            return f"its clock {request.clock} is none that a worker could have reached"
         if isinstance(request, (PushGradient, PullValues)):
             if known is None or life != known.life:
                 return f"life {life} of that worker does not count among the workers: it has to enter first"
@@ -166,12 +172,16 @@ class RangeHead:
                 return f"it was computed on version {request.version_read}, and version {self.replica.version} is the last"
             if not 0 < request.weight < math.inf:
                 return f"its weight is {request.weight}, and must be positive and finite"
+            if len(request.options) > MAX_OPTIONS or any(len(name) > MAX_OPTIONS for name in request.options):
+                return (
+                    f"it has {len(request.options)} options, or long names: {MAX_OPTIONS} and {MAX_OPTIONS} letters are the most"
+                )
             return self._terms.fault_in(request.options)
         return None
 
     def _refuse(self, worker: int, request: str, clock: int, fault: str) -> None:
         reason = f"a {request} of rank {worker} for range {self._range.index} was refused: {fault}."
-        self._terms.send(worker, RequestRefused(self._range.index, request, clock, reason), b"")
+        self._terms.send(worker, RequestRefused(self._range.index, request, clock, reason[:MAX_REASON]), b"")
 
     def _push(self, source: int, push: PushGradient, payload: memoryview) -> None:
         clock, index = push.clock, self._range.index

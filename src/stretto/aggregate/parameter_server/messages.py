@@ -260,12 +260,14 @@ class InstallRange(msgspec.Struct, frozen=True, tag=True):
     """A new chain. It passes through the servers of `path`, in that order; those that are no members drop the range.
 
     The payload is a copy of the values, or empty for a server that is known to have them as they are at this sequence.
+    `lives`: which lives of these servers are meant.
     """
 
     range: int
     epoch: int
     members: list[int]
     path: list[int]
+    lives: dict[int, int]
     replica: ReplicaHeader
 
 

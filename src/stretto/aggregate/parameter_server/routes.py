@@ -43,7 +43,7 @@ class Route:
     index: int
     epoch: int
     members: list[int]  # that live
-    ended: list[tuple[int, int]] = field(default_factory=list)  # rank and life of the members that have died
+    last_dead: int = -1  # of the members
     sent_to: int | None = None  # who has all requests
     attempt: int = 0  # how often they were sent to somebody
     turned_away_by: int | None = None  # it may come to serve the range, and then says so
@@ -58,23 +58,24 @@ class Route:
             return
         self.epoch = chain.epoch
         self.members = [rank for rank in chain.members if lives.is_here(rank)]
-        self.ended = [(rank, lives.current(rank)) for rank in chain.members if not lives.is_here(rank)]
+        self.last_dead = next((rank for rank in chain.members if not lives.is_here(rank)), self.last_dead)
         self.turned_away_by = self.asked = None
         if self.members[:1] != [self.sent_to]:
             self.sent_to = None
 
     def turned_away(self, by: int, holds: bool, attempt: int) -> None:
         """A server does not serve the range. One that has no copy of it will not do so either."""
-        if self.sent_to == by and self.attempt == attempt:
+        if self.attempt == attempt and by in (self.sent_to, self.turned_away_by):
             self.sent_to = None
             self.turned_away_by = by
             if not holds and by in self.members:
                 self.members.remove(by)
 
-    def left(self, rank: int, life: int) -> None:
+    def left(self, rank: int) -> None:
+        """A server has died. It may have been one that had the range, or was about to: all are asked again."""
         if rank in self.members:
             self.members.remove(rank)
-            self.ended.append((rank, life))
+            self.last_dead = rank
         if self.sent_to == rank:
             self.sent_to = None
         if self.turned_away_by == rank:

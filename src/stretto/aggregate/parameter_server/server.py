@@ -17,7 +17,7 @@ Needs: messages of one peer come once and in order, until it has left, as they d
 only seems to be would go on serving its ranges to those that still hear it. A worker keeps what it has pushed until it is
 acknowledged.
 
-A server that joins later, or again, is made with `joining=True`: it has nothing, says that it is here, and is handed its ranges.
+A server that joins later, or again, is made with its `life`: it has nothing, says that it is here, and is handed its ranges.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from stretto.aggregate.parameter_server.replica import MakeValues, RangeReplica
 from stretto.errors import ConfigurationError
 from stretto.protocol.machine import Actions, Machine, Payload, SendMessage
 
+MAX_CHAINS: Final = 1000  # in one message, whose header must not be too long
 MAX_COMPLAINTS: Final = 10
 
 log = logging.getLogger("stretto.parameter_server")
@@ -84,7 +85,7 @@ class ServerMachine(Machine):
         make_values: MakeValues,
         replicas: int = 0,
         filled: bool = False,
-        joining: bool = False,
+        life: int = 0,
         lives: Mapping[int, int] | None = None,
         fault_in: Callable[[Options], str | None] = _no_fault,
         on_update: Callable[[UpdateRecord], None] = _no_record,
@@ -97,14 +98,14 @@ class ServerMachine(Machine):
         self.rank = rank
         self.layout = layout
         self.lives = Lives(lives or {})
-        self._joining = joining
+        self._joining = life > 0
         self._first_workers = {worker: WorkerClock(0, 0, 0) for worker in workers}
         self._clients = set(self._first_workers)  # whoever wants to know where ranges are
         self._make_values = make_values
         rule = rule_for(sync, len(self._first_workers))
         self._filled = filled or rule.sums
         terms = Terms(rule, self.lives, self._send, fault_in, on_update)
-        self.chains = Chains(rank, layout, servers, replicas, terms, self._make_replica, self._news_of, self._turn_all_away)
+        self.chains = Chains(rank, life, layout, servers, replicas, terms, self._make_replica, self._news_of, self._turn_all_away)
         self._attempts: dict[tuple[int, int], int] = {}  # the last one of each client for each range
         self._turned_away: dict[tuple[int, int], int] = {}  # of these, the last one that was
         self._greeted = {rank}  # servers that have been told that this one has joined
@@ -133,6 +134,8 @@ class ServerMachine(Machine):
                 self._server_joins(source, layout)
             case _ if not 0 <= header.range < len(self.layout):
                 self._refuse(source, header, f"there is no such range: the model has {len(self.layout)}")
+            case LogEntry() | EntryStored() | InstallRange() | RangeInstalled() if source in self._clients:
+                self._refuse(source, header, "it is for a server to say")
             case LogEntry():
                 self.chains.on_entry(header, payload)
             case EntryStored():
@@ -166,10 +169,9 @@ class ServerMachine(Machine):
     def _take_actions(self) -> Actions:
         self.chains.advance()
         self._answer_queries()
-        if self._news:
-            news, self._news = self._placed(self._news), []
-            for rank in sorted((self._clients | self.chains.servers) - {self.rank}):
-                self._send(rank, news)
+        news, self._news = self._news, []
+        for rank in sorted((self._clients | self.chains.servers) - {self.rank}) if news else ():
+            self._tell_of(rank, news)
         actions, self._actions = self._actions, []
         return actions
 
@@ -216,7 +218,7 @@ class ServerMachine(Machine):
         """They wait to hear who serves the range; it may not know of them."""
         for (worker, index), attempt in self._turned_away.items():
             if index == chain.range and attempt == self._attempts[worker, index]:
-                self._send(worker, self._placed([chain]))
+                self._tell_of(worker, [chain])
 
     def _answer_queries(self) -> None:
         """Those for which this server knows that they have died whose death is asked about."""
@@ -232,8 +234,11 @@ class ServerMachine(Machine):
     def _news_of(self, chain: RangeChain) -> None:
         self._news.append(chain)
 
-    def _placed(self, chains: list[RangeChain]) -> RangesPlaced:
-        return RangesPlaced(chains, sorted(self.chains.servers))
+    def _tell_of(self, rank: int, chains: list[RangeChain]) -> None:
+        """At least one message, for it also says which servers there are."""
+        servers = sorted(self.chains.servers)
+        for begin in range(0, max(1, len(chains)), MAX_CHAINS):
+            self._send(rank, RangesPlaced(chains[begin : begin + MAX_CHAINS], servers))
 
     def _heard_of(self, placed: RangesPlaced) -> None:
         for chain in placed.chains:
@@ -256,4 +261,4 @@ class ServerMachine(Machine):
             return
         self.chains.joined(source)
         served = [holding.chain() for holding in self.chains.holdings.values() if holding.head is not None and holding.active]
-        self._send(source, self._placed(served))
+        self._tell_of(source, served)
