@@ -67,7 +67,7 @@ def sent(actions: list[Any], kind: type) -> list[tuple[Any, int]]:
         (Fill(0, np.zeros((4, 2), np.float32)[:, 0].data), "16 bytes"),
         (Push(0, 0, ZEROS, {"lr": "fast"}, 0), "flags, numbers or pairs"),  # type: ignore[dict-item]
     ],
-    ids=str,
+    ids=["range", "negative range", "short", "long", "read-only", "not contiguous", "options"],
 )
 def test_a_wrong_request_is_refused_before_it_is_sent(request_: Any, reason: str) -> None:
     (answer,) = OneClient().ask(request_)
