@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from laws.cases import BY_NAME, CASES, Case
-from laws.strategies import EVERY_ALGORITHM, HIERARCHIES, PLAIN, SMALL_BUCKETS, STRATEGIES, WAIT_FREE, short
+from laws.strategies import EVERY_ALGORITHM, PLAIN, SMALL_BUCKETS, STRATEGIES, WAIT_FREE, short
 from laws.training import alone, assert_close, assert_same_bits, build, share, state_of, together
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.planning import ROUNDS_TO_WATCH
@@ -173,7 +173,9 @@ def bytes_of(bucket: Bucket, job_rank: int, size: int, algorithm: str, label: st
     return payload + HEADER_BYTES * len(messages) + num_announcements * announcement
 
 
-FIXED = [s for s in STRATEGIES if isinstance(s.aggregate, AllReduce) and s.aggregate != AllReduce() and not s.schedule.needs_profile]
+FIXED = [
+    s for s in STRATEGIES if isinstance(s.aggregate, AllReduce) and s.aggregate != AllReduce() and not s.schedule.needs_profile
+]
 
 
 @pytest.mark.parametrize("strategy", FIXED, ids=_name)

@@ -99,7 +99,7 @@ class OngoingCollective:
         return []
 
 
-class Awaited:
+class InProgress:
     """Something under way, to wait for from any thread. Whoever has it under way sees to it that it ends: `finish`."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Awaited:
 Watch = Callable[["Pending", Callable[[], None]], None]  # makes a thread wait, and keeps an eye on it
 
 
-class Pending(Awaited):
+class Pending(InProgress):
     """A collective under way. Its deadline is its own (`Timeouts.arrive_s` without progress)."""
 
     def __init__(

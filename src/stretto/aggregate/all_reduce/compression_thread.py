@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from stretto.aggregate.all_reduce.exchange import UnderWay
-from stretto.collectives.request import Awaited
+from stretto.collectives.request import InProgress
 from stretto.errors import StrettoError
 
 STOP_S = 5.0
@@ -31,7 +31,7 @@ class ThreadedExchange:
         self.under_way = under_way
         self.device = device
         self.error: BaseException | None = None
-        self.waits_for: Awaited | None = None
+        self.waits_for: InProgress | None = None
         self.submitted: torch.cuda.Event | None = None
         self.finished: torch.cuda.Event | None = None
         self._done = threading.Event()

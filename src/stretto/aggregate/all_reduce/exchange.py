@@ -22,7 +22,7 @@ from torch import Tensor
 from stretto.collectives.group import Group
 from stretto.collectives.message_codec import MessageCodec
 from stretto.collectives.plan import Kind
-from stretto.collectives.request import Awaited
+from stretto.collectives.request import InProgress
 from stretto.collectives.staging import Staging
 from stretto.collectives.urgency import Urgency
 from stretto.compress.rounds import Collective, Sum, SumInHops, Transpose
@@ -34,8 +34,8 @@ LARGE_BYTES: Final = 1 << 20  # from here on an all-gather goes round the ring, 
 LEAST_SEGMENT_BYTES: Final = 64  # a few elements of whatever dtype
 KEPT_BUFFERS: Final = 256  # in pinned memory: one for each bucket of a large model
 
-UnderWay = Generator[Awaited, None, None]
-_Result = Generator[Awaited, None, Tensor]
+UnderWay = Generator[InProgress, None, None]
+_Result = Generator[InProgress, None, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ Steps = Generator[Collective | Mean, Tensor, None]
 def side_by_side(exchanges: Iterable[UnderWay]) -> UnderWay:
     """Several exchanges as one: while one waits for its collective, the others go on. Ends when all have ended; if one fails,
     when the collectives that were under way have ended too, for their memory is not free before."""
-    waiting: deque[tuple[UnderWay, Awaited]] = deque()
+    waiting: deque[tuple[UnderWay, InProgress]] = deque()
     failure: Exception | None = None
     for exchange in exchanges:
         try:

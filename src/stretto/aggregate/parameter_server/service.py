@@ -69,8 +69,8 @@ class ServiceBegun(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServiceHost(Machine):
-    """A server's side. `start(machine, channel, model)` runs a machine, `stop(channel)` ends it; `alone()` is called when the last
-    worker has left."""
+    """A server's side. `start(machine, channel, model)` runs a machine, `stop(channel)` ends it; `alone()` is called when the
+    last worker has left."""
 
     header_type = BeginService | EndService | WorkerLeaves
 

@@ -1,12 +1,12 @@
 """Synchronous training with servers: they only sum, and every worker steps with its own optimizer, whatever that is.
 
-A bucket is some ranges of the servers. When it is full its gradients are pushed, range by range, and their sum is pulled into the
-same memory: the servers answer when everybody's have come, so a pull is under way as soon as its push is. What workers say of
-themselves (notes: weights, failed backwards, unused parameters) is little, and goes by all-reduce in the closing bucket, which has
-no gradients. Everything else (rounds, late gradients, failures, buffers) is that of synchronous all-reduce.
+A bucket is some ranges of the servers. When it is full its gradients are pushed, range by range, and their sum is pulled into
+the same memory: the servers answer when everybody's have come, so a pull is under way as soon as its push is. What workers say
+of themselves (notes: weights, failed backwards, unused parameters) is little, and goes by all-reduce in the closing bucket,
+which has no gradients. Everything else (rounds, late gradients, failures, buffers) is that of synchronous all-reduce.
 
-The memory of a bucket may be pushed from and pulled into at once: the servers answer a pull after they have acknowledged the push,
-and the acknowledgement comes first.
+The memory of a bucket may be pushed from and pulled into at once: the servers answer a pull after they have acknowledged the
+push, and the acknowledgement comes first.
 
 When parameters are frozen, unfrozen or added, buckets are made anew, and so is what the servers serve.
 
@@ -37,7 +37,7 @@ from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.collectives.group import Group
 from stretto.collectives.plan import Kind
-from stretto.collectives.request import Awaited, Pending
+from stretto.collectives.request import InProgress, Pending
 from stretto.engine.training import Named, RoundEnd, RoundResult, Setting
 from stretto.errors import ConfigurationError, StrettoError, WireError
 from stretto.job import Job
@@ -150,7 +150,7 @@ class SynchronousServers(SynchronousAllReduce):
         if flat is not values:
             values.copy_(flat)
 
-    def _sum(self, service: Running, bucket: ReducedBucket, flat: Tensor) -> Awaited:
+    def _sum(self, service: Running, bucket: ReducedBucket, flat: Tensor) -> InProgress:
         """Replace `flat`, which is this worker's, by the sum over all workers."""
         memory, answers = flat.numpy(), []
         for index, start, stop in self._ranges[bucket]:
@@ -180,13 +180,13 @@ class SynchronousServers(SynchronousAllReduce):
 
     def _too_late(self, patience_s: float) -> WireError:
         return WireError(
-            f"gradients of {self._setting.name}: all workers have begun the round, and the servers have not got everybody's within "
-            f"{patience_s:g} s. A worker is stuck in its backward: find out with py-spy dump, or allow more time: "
+            f"gradients of {self._setting.name}: all workers have begun the round, and the servers have not got everybody's "
+            f"within {patience_s:g} s.\nA worker is stuck in its backward: find out with py-spy dump, or allow more time: "
             f"stretto.init(timeouts=Timeouts(arrive_s=...))."
         )
 
 
-class Answers(Awaited):
+class Answers(InProgress):
     """Several answers of servers; done when all have come, with the first error if there was one."""
 
     def __init__(self, answers: Sequence[Future[Any]]) -> None:
