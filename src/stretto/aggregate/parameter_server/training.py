@@ -161,21 +161,29 @@ class SynchronousServers(SynchronousAllReduce):
 
     def _wait(self, buckets: Sequence[ReducedBucket]) -> None:
         if self._meeting is not None:
-            self._meeting.wait()  # everybody has begun the round, or it is said who has not
-        if self._network is not None and self._service is not None:
+            try:
+                self._meeting.wait()  # everybody has begun the round, or it is said who has not
+            except WireError as error:
+                self._end_service(error)
+                raise
+        if self._service is not None:
             self._give_up_late(buckets)
         super()._wait(buckets)
 
+    def _end_service(self, error: WireError) -> None:
+        """What servers will not answer fails with this error, now and in all later rounds: workers are not in the same round."""
+        if self._network is not None and self._service is not None:
+            self._network.give_up(self._service, error)
+
     def _give_up_late(self, buckets: Sequence[ReducedBucket]) -> None:
         """All are in the round, so what is missing after so long will not come."""
-        assert self._network is not None and self._service is not None
         patience_s = self._job.timeouts.arrive_s
         deadline = time.monotonic() + patience_s
         for bucket in buckets:
             assert isinstance(bucket.exchange, ThreadedExchange)
             while not bucket.exchange.has_ended(0.25):
                 if time.monotonic() > deadline:
-                    self._network.give_up(self._service, self._too_late(patience_s))
+                    self._end_service(self._too_late(patience_s))
                     return
 
     def _too_late(self, patience_s: float) -> WireError:

@@ -1,0 +1,257 @@
+"""Synchronous training with servers, in threads: what the laws (`tests/laws`) do not ask."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.worker import Refusing, seeded
+from stretto.aggregate.all_reduce import AllReduce
+from stretto.aggregate.parameter_server import ParameterServer
+from stretto.aggregate.parameter_server.network import hosts_of_servers
+from stretto.compress.int8 import Int8
+from stretto.distributing import distribute, engine_of, release
+from stretto.errors import BackwardFailed, ConfigurationError, PeerLost, StrettoError, WireError
+from stretto.job import Job
+from stretto.schedule.merged import Merged
+from stretto.schedule.orders import AfterBackward, Buckets
+from stretto.schedule.priority import Priority
+from stretto.strategy import Strategy
+from stretto.testing import run_jobs
+from stretto.timeouts import Timeouts
+
+TWO = Strategy(aggregate=ParameterServer(shards=2))
+SAFE = Strategy(aggregate=ParameterServer(shards=3, replicas=1))
+
+
+def mlp() -> nn.Sequential:
+    model: nn.Sequential = seeded(lambda: nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 1)))
+    return model
+
+
+def started(job: Job, strategy: Strategy, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = mlp() if model is None else model
+    return distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), strategy, job=job)
+
+
+def batch(job: Job, step: int) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(100 * step + job.rank))
+
+
+def take_step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model(batch(job, step)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def trained(job: Job, strategy: Strategy, disturb: Callable[[Job, int, nn.Module], None] = lambda *_: None) -> list[Tensor]:
+    model, optimizer = started(job, strategy)
+    for step in range(6):
+        disturb(job, step, model)
+        take_step(job, model, optimizer, step)
+    return weights(model)
+
+
+def kill_server(job: Job, number: int, of: int) -> None:
+    assert job.more_wires is not None
+    wire: Any = job.more_wires(f"servers {of}", job.world_size + of)[job.world_size + number]
+    wire.kill("killed by the test")
+
+
+def close(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_weights_are_those_of_an_all_reduce_and_the_same_bits_in_every_run(size: int) -> None:
+    ring = run_jobs(size, trained, Strategy(aggregate=AllReduce("ring")))
+    first, again = run_jobs(size, trained, TWO), run_jobs(size, trained, TWO)
+    assert close(first[0], ring[0])
+    assert all(torch.equal(a, b) for run in (*first, *again) for a, b in zip(run, first[0], strict=True))
+
+
+@pytest.mark.parametrize("killed", [0, 1, 2])
+def test_a_server_that_dies_in_mid_training_changes_no_bit_if_there_is_a_copy(killed: int) -> None:
+    killing = threading.Event()
+
+    def disturb(job: Job, step: int, model: nn.Module) -> None:
+        if job.rank == 1 and step == 3:
+            kill_server(job, killed, of=3)
+            killing.set()
+
+    undisturbed, disturbed = run_jobs(2, trained, SAFE), run_jobs(2, trained, SAFE, disturb)
+    assert killing.is_set()
+    assert all(torch.equal(a, b) for run in disturbed for a, b in zip(run, undisturbed[0], strict=True))
+
+
+def test_without_a_copy_all_workers_are_told_which_parameters_are_lost() -> None:
+    def program(job: Job) -> str:
+        def disturb(job: Job, step: int, model: nn.Module) -> None:
+            if step == 3 and job.rank == 0:
+                kill_server(job, 0, of=1)
+
+        with pytest.raises(PeerLost, match="the last copy of range 0 of the model is gone: .*weight") as caught:
+            trained(job, Strategy(aggregate=ParameterServer(shards=1)), disturb)
+        return str(caught.value)
+
+    assert len(set(run_jobs(2, program))) == 1
+
+
+def test_what_is_frozen_and_unfrozen_is_served_anew() -> None:
+    def disturb(job: Job, step: int, model: nn.Module) -> None:
+        next(model.parameters()).requires_grad_(step not in (2, 3))
+
+    ring = run_jobs(3, trained, Strategy(aggregate=AllReduce("ring")), disturb)
+    assert all(close(run, ring[0]) for run in run_jobs(3, trained, TWO, disturb))
+
+
+def test_two_models_share_the_servers_and_one_that_is_released_is_served_no_longer() -> None:
+    def program(job: Job, strategy: Strategy) -> tuple[list[Tensor], int]:
+        first, second = started(job, strategy), started(job, strategy)
+        for step in range(3):
+            take_step(job, *first, step)
+            take_step(job, *second, step + 1)
+        release(first[0])
+        take_step(job, *second, 7)
+        return weights(second[0]), len(job.server_networks)
+
+    ring, servers = run_jobs(2, program, Strategy(aggregate=AllReduce("ring"))), run_jobs(2, program, TWO)
+    assert all(close(found, ring[0][0]) and networks == 1 for found, networks in servers)
+
+
+class Mined(nn.Module):
+    """Its backward raises, half-way, when it is `armed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = mlp()
+        self.armed = False
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.parts[:2](x)
+        return self.parts[2:](Refusing.apply(hidden) if self.armed else hidden)  # type: ignore[no-untyped-call]
+
+
+def test_after_a_backward_that_fails_on_one_worker_nobody_has_stepped_and_training_goes_on() -> None:
+    def program(job: Job, failing: int | None) -> list[Tensor]:
+        model = Mined()
+        optimizer = started(job, TWO, model)[1]
+        for step in (0, 1, 2) if failing is not None else (0, 2):
+            model.armed = step == 1 and job.rank == failing
+            try:
+                take_step(job, model, optimizer, step)
+            except (RuntimeError, BackwardFailed) as error:
+                assert step == 1 and isinstance(error, BackwardFailed) == (job.rank != failing)
+        return weights(model)
+
+    without = run_jobs(3, program, None)
+    assert all(torch.equal(a, b) for run in run_jobs(3, program, 1) for a, b in zip(run, without[0], strict=True))
+
+
+def test_half_precision_is_added_up_in_float32_and_rounded_once() -> None:
+    def program(job: Job) -> Tensor:
+        model = nn.Linear(4, 1, bias=False).to(torch.bfloat16)
+        distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), TWO, job=job)
+        x = torch.full((1, 4), 1.0 + job.rank / 64, dtype=torch.bfloat16)
+        model(x).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.float()
+
+    mean = sum(float(torch.tensor(1.0 + rank / 64).bfloat16()) for rank in range(3)) / 3
+    assert all(torch.equal(found, torch.full((1, 4), mean).bfloat16().float()) for found in run_jobs(3, program))
+
+
+def test_a_worker_that_hangs_in_its_backward_is_given_up_at_the_deadline() -> None:
+    over = threading.Event()
+
+    class Hanging(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            assert over.wait(30)
+            return gradient
+
+    def program(job: Job) -> str:
+        model = mlp()
+        strategy = Strategy(aggregate=ParameterServer(shards=1), schedule=Buckets(bytes=512, first_bytes=64))
+        started(job, strategy, model)
+        hidden = model[:2](batch(job, 0))
+        out = model[2:](Hanging.apply(hidden) if job.rank == 1 else hidden)  # type: ignore[no-untyped-call]
+        try:
+            out.square().mean().backward()
+        except StrettoError as error:
+            over.set()
+            return str(error)
+        return "well"
+
+    found = run_jobs(2, program, timeouts=Timeouts(arrive_s=1.0))
+    assert "have not got everybody's within 1 s" in found[0]
+
+
+def test_servers_are_spread_over_the_hosts() -> None:
+    def program(job: Job) -> list[int]:
+        return hosts_of_servers(job, 3)
+
+    assert run_jobs(4, program, hosts=("a", "a", "b", "b"))[0] == [0, 2, 1]
+    assert run_jobs(2, program)[0] == [0, 1, 0]
+
+
+def test_alone_nothing_is_served() -> None:
+    def program(job: Job) -> tuple[bool, int]:
+        model, optimizer = started(job, Strategy(aggregate=ParameterServer()))
+        take_step(job, model, optimizer, 0)
+        return engine_of(model).engaged, len(job.server_networks)
+
+    assert run_jobs(1, program) == [(False, 0)]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: ParameterServer(shards=0), "at least one server"),
+        (lambda: ParameterServer(shards=True), "at least one server"),
+        (lambda: ParameterServer(replicas=-1), "0 or a"),
+        (lambda: ParameterServer(shards=2, replicas=2), "Write shards=3"),
+        (lambda: Strategy(aggregate=ParameterServer(), compress=Int8()), "Leave compress= out"),
+        (lambda: Strategy(aggregate=ParameterServer(), schedule=Priority()), "Leave schedule= out"),
+        (lambda: Strategy(aggregate=ParameterServer(), schedule=Merged()), "Leave schedule= out"),
+    ],
+    ids=["none", "flag", "negative", "too many copies", "compressed", "ordered", "planned"],
+)
+def test_what_cannot_work_is_refused_where_it_is_written(make: Callable[[], Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        make()
+
+
+def test_more_copies_than_servers_are_refused_by_distribute_on_all_workers() -> None:
+    def program(job: Job) -> bool:
+        with pytest.raises(ConfigurationError, match="has 2 servers"):
+            started(job, Strategy(aggregate=ParameterServer(replicas=2)))
+        return True
+
+    assert run_jobs(2, program) == [True, True]
+
+
+def test_a_worker_that_is_in_another_collective_is_found_out() -> None:
+    def program(job: Job) -> str:
+        model, _ = started(job, Strategy(aggregate=ParameterServer(shards=1), schedule=AfterBackward()))
+        with pytest.raises(WireError) as caught:
+            if job.rank == 0:
+                job.barrier()
+            else:
+                model(batch(job, 0)).square().mean().backward()
+        return type(caught.value).__name__
+
+    assert run_jobs(2, program, timeouts=Timeouts(warn_s=0.5, arrive_s=20.0)) == ["RankMismatch"] * 2
