@@ -246,6 +246,7 @@ class Loop:
 
     def _send(self, running: Running, to: Node, header: bytes, payload: Payload) -> None:
         view = memoryview(payload)
+        view = view.cast("B") if view.nbytes else memoryview(b"")  # a wire that has sent some of it goes on at a byte
         num_bytes = len(header) + view.nbytes
         if to in self._left:
             return

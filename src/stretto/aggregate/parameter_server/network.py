@@ -40,7 +40,7 @@ from stretto.aggregate.parameter_server.service import (
 )
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
-from stretto.errors import StrettoError, WireError
+from stretto.errors import PeerLost, StrettoError, WireError
 from stretto.job import Job, make_wire
 from stretto.launching import coordinator_process
 from stretto.launching import secret as secrets
@@ -67,9 +67,14 @@ class ServerNetwork:
         self.processes = list(processes)  # of the servers that this worker has started
         self._communication = CommunicationThread(Communicator(wire, job.timeouts))
         self._control = self._communication.loop.start(ServiceClient(), CONTROL_CHANNEL)
+        wire.on_lost(self._on_lost)
         self._channel = FIRST_CHANNEL
         for process in self.processes:  # whoever waits for a child keeps it from becoming a zombie
             threading.Thread(target=process.wait, name="stretto-server", daemon=True).start()
+
+    def _on_lost(self, lost: PeerLost) -> None:
+        if lost.rank in self.servers and not self._job.closed:
+            log.warning("rank %d has lost server %d: %s", self._job.rank, lost.rank - self.servers[0], lost)
 
     def begin(self, model: ServedModel) -> Running:
         """Have a model served. All workers call it together, with the same; each gets its own client."""
