@@ -354,7 +354,7 @@ class History:
         heads: Counter[int] = Counter()
         for rank, machine in self.machines.items():
             if self.network.is_alive(rank):
-                heads.update(index for index, holding in machine.chains.holdings.items() if holding.head is not None)
+                heads.update(machine.served().keys())
         assert not heads or max(heads.values()) == 1, f"ranges that are served twice: {heads}"
 
     def run(self) -> None:

@@ -51,7 +51,7 @@ class OneClient:
         return list(self.machine.on_message(0.0, source, header, memoryview(payload)))
 
 
-def sent(actions: list[Any], kind: type) -> list[tuple[Any, int]]:
+def sent(actions: list[Any], kind: type[Any]) -> list[tuple[Any, int]]:
     """To whom messages of that kind were sent, and for which range."""
     return [(each.to, each.header.range) for each in actions if isinstance(each, SendMessage) and isinstance(each.header, kind)]
 
