@@ -397,6 +397,7 @@ class History:
         else:
             assert program.error is None and program.ended and program.quits is not None and program.quits.done(), program
             assert all(push.done() for push in program.pushes.values()), f"pushes without an answer: {program.pushes}"
+            assert all(push.exception() is None for push in program.pushes.values())
 
     def _check_range(self, index: int) -> None:
         """All servers of a range have the same, and each gradient that was acknowledged is in it, once."""

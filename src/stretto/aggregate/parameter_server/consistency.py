@@ -25,7 +25,6 @@ gradients as long as so many workers count, and then as many as there are: worke
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -175,8 +174,3 @@ def rule_for(sync: SyncAnswer, num_workers: int) -> ConsistencyRule:
                     f"Spare at most {num_workers - 1}, or start more workers."
                 )
             return FirstOfAll(num_workers - spare)
-
-
-def lowest(clocks: list[int]) -> float:
-    """The clock of the slowest worker; infinity if no worker counts."""
-    return min(clocks, default=math.inf)

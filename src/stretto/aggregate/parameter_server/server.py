@@ -17,6 +17,9 @@ Needs: messages of one peer come once and in order, until it has left, as they d
 only seems to be would go on serving its ranges to those that still hear it. A worker keeps what it has pushed until it is
 acknowledged.
 
+Memory: what a server has on its way to the next one of a chain is at most a gradient of each worker for each range, since a
+worker pulls before it pushes again. Start the machine with `unsent_bytes` that allow it.
+
 A server that joins later, or again, is made with its `life`: it has nothing, says that it is here, and is handed its ranges.
 """
 
