@@ -415,7 +415,7 @@ class History:
                 if pushed == index and future.done() and future.exception() is None:
                     taken, count = future.result(), values.counts[program.place(clock)]
                     assert count == taken.applied or taken.applied is None, f"{taken} of {program} was applied {count} times"
-                    assert taken.applied is not None or count == 1 or isinstance(self.sync, BackupWorkers)
+                    assert taken.applied is not None or count == 1 or isinstance(self.sync, (BackupWorkers, Synchronous))
 
     def _check_records(self) -> None:
         """What the rule says of updates."""

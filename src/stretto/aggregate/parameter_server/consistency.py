@@ -25,6 +25,7 @@ gradients as long as so many workers count, and then as many as there are: worke
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -53,8 +54,8 @@ class ConsistencyRule(ABC):
     sums = False  # the sum is handed out, and the workers step; else a mean is applied here
     remembers_readers = False  # delay compensation: what each worker has read is part of the state
 
-    def takes(self, version: int, version_read: int) -> bool:
-        """Whether a gradient that arrives is used at all."""
+    def takes(self, clock: int, min_clock: float, version_read: int, version: int) -> bool:
+        """Whether a gradient that arrives is used at all; else it is discarded."""
         return True
 
     def is_due(self, clock: int, min_clock: float) -> bool:
@@ -74,9 +75,12 @@ class ConsistencyRule(ABC):
 
 @dataclass(frozen=True)
 class InRounds(ConsistencyRule):
-    """`Synchronous`."""
+    """`Synchronous`. A worker that has quit may push again to a server that takes over: too late if the round is over."""
 
     sums = True
+
+    def takes(self, clock: int, min_clock: float, version_read: int, version: int) -> bool:
+        return clock >= min_clock or min_clock == math.inf
 
     def is_due(self, clock: int, min_clock: float) -> bool:
         return min_clock >= clock
@@ -143,7 +147,7 @@ class FirstOfAll(ConsistencyRule):
 
     wanted: int
 
-    def takes(self, version: int, version_read: int) -> bool:
+    def takes(self, clock: int, min_clock: float, version_read: int, version: int) -> bool:
         return version_read == version
 
     def is_complete(self, num_gathered: int, clock: int, min_clock: float, num_workers: int) -> bool:

@@ -67,6 +67,7 @@ from stretto.protocol.machine import Payload
 
 MAX_CLOCK: Final = 1 << 53
 MAX_OPTIONS: Final = 64  # so that a header with them can be passed on
+MAX_WEIGHT: Final = 1e18  # float32 has all products of weights and factors
 MAX_REASON: Final = 2000  # letters
 
 
@@ -171,8 +172,10 @@ class RangeHead:
                 return f"its clock {request.clock} is of the past: the worker has begun with {known.first}"
             if not 0 <= request.version_read <= self.replica.version:
                 return f"it was computed on version {request.version_read}, and version {self.replica.version} is the last"
-            if not 0 < request.weight < math.inf:
-                return f"its weight is {request.weight}, and must be positive and finite"
+            if not 1 / MAX_WEIGHT <= request.weight <= MAX_WEIGHT:
+                return f"its weight is {request.weight}, and must be positive, from {1 / MAX_WEIGHT} to {MAX_WEIGHT}"
+            if not self.replica.filled:
+                return "the range has no values yet, so it cannot have been computed on them"
             if len(request.options) > MAX_OPTIONS or any(len(name) > MAX_OPTIONS for name in request.options):
                 return (
                     f"it has {len(request.options)} options, or long names: {MAX_OPTIONS} and {MAX_OPTIONS} letters are the most"
@@ -190,8 +193,9 @@ class RangeHead:
             self._answer(source, PushTaken(index, clock, self.replica.version, None))
         if clock < self._received[source]:
             return
+        is_taken = self._rule.takes(clock, self._slowest(), push.version_read, self.replica.version)
         self._received[source] = clock + 1
-        if not self._rule.takes(self.replica.version, push.version_read):
+        if not is_taken:
             self._change(Discarded([Part(source, push.life, clock, push.version_read)]), b"")
             self._answer(source, PushTaken(index, clock, self.replica.version, False))
         elif self._held or not self._rule.is_due(clock, self._slowest()):
