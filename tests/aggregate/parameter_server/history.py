@@ -110,7 +110,10 @@ class Program:
                 self.error = error
                 self.history.network.request(self.rank, Quit())  # as a program that ends: others must not wait for it
             if left == 0 and self.error is None:
-                then()
+                try:
+                    then()
+                except AssertionError as failure:  # a future would only log it
+                    self.history.failures.append(failure)
 
         for future in futures:
             future.add_done_callback(one_is_done)
@@ -194,6 +197,7 @@ class History:
         self.lives: dict[int, int] = {}  # of nodes that have joined
         self.sums: dict[tuple[int, int], bytes] = {}
         self.reads: dict[tuple[int, int, int], set[int]] = {}  # by worker, range and clock: which gradients
+        self.failures: list[AssertionError] = []
         self.moments: list[tuple[float, int]] = []  # when a server has told another one of a new chain
         self.slow = chance.choice([None, *self.workers])
         self.doubles = has_faults and chance.random() < 0.2
@@ -379,6 +383,8 @@ class History:
         return [Kill(rank, at_s=at_s + 1e-9) for at_s, rank in self.chance.sample(spared, min(1, len(spared)))]
 
     def _check_heads_and_go_on(self) -> bool:
+        if self.failures:
+            raise self.failures[0]
         self.check_heads()
         return False
 
