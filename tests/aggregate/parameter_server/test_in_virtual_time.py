@@ -15,6 +15,7 @@ from aggregate.parameter_server.history import STEPS, History
 from stretto.aggregate.parameter_server.chains import Chains, Holding
 from stretto.aggregate.parameter_server.consistency import BoundedStaleness, ConsistencyRule, SyncAnswer
 from stretto.aggregate.parameter_server.head import RangeHead
+from stretto.aggregate.parameter_server.server import ServerMachine
 from stretto.errors import StrettoError
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.backup_workers import BackupWorkers
@@ -142,11 +143,22 @@ def joins_as_it_is(self: Chains, holding: Holding | None, header: Any, payload: 
     return self._make_replica(header.range) if holding is None else holding.replica
 
 
+def takes_the_rest(self: ServerMachine, source: int, request: Any, payload: memoryview) -> None:
+    """Of requests that were sent together, although it has turned away the first ones."""
+    self._attempts[source, request.range] = request.attempt
+    holding = self.chains.holdings.get(request.range)
+    if holding is None or holding.head is None:
+        self._turn_away(source, request.range)
+    else:
+        holding.head.take(source, request, payload)
+
+
 BROKEN: list[tuple[type, str, Callable[..., Any]]] = [
     (Chains, "_release", answers_at_once),
     (Chains, "_log", passes_nothing_on),
     (Chains, "_installed", joins_as_it_is),
     (RangeHead, "_push", takes_everything),
+    (ServerMachine, "_serve", takes_the_rest),
     (BoundedStaleness, "may_read", never_waits),
 ]
 

@@ -20,6 +20,7 @@ from stretto.aggregate.parameter_server.messages import (
     EnterRange,
     EntryStored,
     FillValues,
+    LeaveRange,
     LogEntry,
     PullValues,
     PushGradient,
@@ -38,6 +39,7 @@ from stretto.errors import ConfigurationError
 from stretto.protocol.machine import HeaderReader, SendMessage
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.stale_synchronous import StaleSynchronous
+from stretto.sync.synchronous import Synchronous
 from stretto.testing.faults import Kill
 from stretto.testing.network_model import Exponential, Link, NetworkModel
 from stretto.testing.virtual_network import VirtualNetwork
@@ -75,7 +77,8 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"version_read": -1}, 8, "version -1"),
     ({"weight": 0.0}, 8, "must be positive"),
     ({"weight": math.nan}, 8, "must be positive"),
-    ({"weight": math.inf}, 8, "must be positive and finite"),
+    ({"weight": math.inf}, 8, "must be positive"),
+    ({"weight": 5e-324}, 8, "must be positive"),
     ({"options": {"lr": 7.0}}, 8, "such options do not exist"),
     ({"options": {f"o{number}": 0.1 for number in range(99)}}, 8, "99 options"),
     ({"options": {"x" * 99: 0.1}}, 8, "long names"),
@@ -192,6 +195,8 @@ def test_a_push_that_comes_again_while_it_waits_is_acknowledged_once() -> None:
 def test_pulls_wait_until_a_range_is_filled_and_the_first_filling_counts() -> None:
     server = OneServer(Asynchronous(), workers=2, filled=False)
     assert server.pull(1, 0) == []
+    ((_, refused),) = server.push(0, 0, 0)
+    assert "no values yet" in refused.reason
     fill = FillValues(LAYOUT.digest, 0, 1, 0)
     first, second = (np.array(values, np.float32).tobytes() for values in ([1, 2], [3, 4]))
     sent = server.tell(0, fill, first)
@@ -213,6 +218,26 @@ def test_a_worker_enters_with_the_clock_of_the_slowest_and_is_waited_for() -> No
     server.push(1, 3, 0)
     assert server.pull(0, 4) == []
     assert [type(each.header) for each in server.tell(5, EnterRange(LAYOUT.digest, 2, 1, 0, 4))].count(ValuesPulled) == 1
+
+
+def test_a_worker_that_has_quit_may_push_again_what_it_pushed_before_and_reads_no_more() -> None:
+    """To a server that takes over. It enters again with no clock that it has used."""
+    server = OneServer(Asynchronous(), workers=2)
+    server.push(0, 0, 0)
+    server.tell(0, LeaveRange(LAYOUT.digest, 0, 1, 0))
+    assert server.push(0, 1, 0) == [(0, PushTaken(0, 1, 2, True))]
+    (refused,) = server.tell(0, PullValues(LAYOUT.digest, 0, 1, 0, 1, -1))
+    assert "has to enter first" in refused.header.reason
+    assert [each.header for each in server.tell(0, EnterRange(LAYOUT.digest, 0, 1, 0, None))] == [RangeEntered(0, 2)]
+
+
+def test_a_round_that_is_over_stays_as_it_is() -> None:
+    """Somebody who has quit pushes again to a server that has taken over, and that has not waited for it."""
+    server = OneServer(Synchronous(), workers=2)
+    server.tell(0, LeaveRange(LAYOUT.digest, 0, 1, 0))
+    server.push(1, 0, 0, (5, 5))
+    assert server.push(0, 0, 0, (7, 7)) == [(0, PushTaken(0, 0, 1, False))]
+    assert server.steps.made == [([5.0, 5.0], 1.0, 1)]
 
 
 def test_a_worker_that_is_alone_goes_on_where_the_last_ones_were() -> None:

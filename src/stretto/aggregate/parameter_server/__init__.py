@@ -8,8 +8,8 @@ The protocol, as machines without input or output (`docs/parameter-server.md` ha
     consistency     when a gradient is applied and when a worker may read: one rule for each answer to `sync=`
     replica         what every server of a range has of it, in the same bits
     head            what the first server of a range does: it takes pushes and answers pulls
-    holding         one server's place in the chain of a range
-    server          the machine of a server: chains that break, are mended and handed over
+    chains          the servers of each range: chains that break, are mended, lengthened and handed over
+    server          the machine of a server
     client          the machine of a worker; `routes` is where its requests go
     lives           which life of a rank is meant
 
@@ -22,7 +22,11 @@ In a job:
 
 The values, which know no protocol:
 
-    shard_optimizer, gradient_sum, compensation, read_only
+    range_state     values and an optimizer's state; `range_format` is how they travel, `snapshot` how they are kept in a file
+    round_sum       values that are the sum of a round: with `Synchronous` the servers only sum
+    shard_optimizer optimizers as data
+    gradient_sum    gradients that arrive one after the other; `read_only` reads them where the wire has put them
+    compensation    gradients corrected for their delay
 """
 
 from stretto.aggregate.parameter_server.value import ParameterServer as ParameterServer

@@ -213,7 +213,7 @@ class Chains:
         parameters = self._layout.ranges[holding.index]
         head = holding.head = RangeHead(parameters, holding.replica, self._terms, partial(self._log, holding))
         for worker, clock in list(holding.replica.workers.items()):
-            if self._terms.lives.has_ended(worker, clock.life):
+            if clock.counts and self._terms.lives.has_ended(worker, clock.life):
                 head.forget(worker)
 
     def _deactivate(self, holding: Holding) -> None:

@@ -54,8 +54,8 @@ class ConsistencyRule(ABC):
     sums = False  # the sum is handed out, and the workers step; else a mean is applied here
     remembers_readers = False  # delay compensation: what each worker has read is part of the state
 
-    def takes(self, version: int, version_read: int) -> bool:
-        """Whether a gradient that arrives is used at all."""
+    def takes(self, clock: int, min_clock: float, version_read: int, version: int) -> bool:
+        """Whether a gradient that arrives is used at all; else it is discarded."""
         return True
 
     def is_due(self, clock: int, min_clock: float) -> bool:
@@ -75,9 +75,14 @@ class ConsistencyRule(ABC):
 
 @dataclass(frozen=True)
 class InRounds(ConsistencyRule):
-    """`Synchronous`. Gradients of a round are added in the order of ranks when all are here: the same bits in every run."""
+    """`Synchronous`. Gradients of a round are added in the order of ranks when all are here: the same bits in every run.
+
+    A worker that has quit may push again to a server that takes over: too late if the round is over."""
 
     sums = True
+
+    def takes(self, clock: int, min_clock: float, version_read: int, version: int) -> bool:
+        return clock >= min_clock or min_clock == math.inf
 
     def is_due(self, clock: int, min_clock: float) -> bool:
         return min_clock > clock
@@ -144,7 +149,7 @@ class FirstOfAll(ConsistencyRule):
 
     wanted: int
 
-    def takes(self, version: int, version_read: int) -> bool:
+    def takes(self, clock: int, min_clock: float, version_read: int, version: int) -> bool:
         return version_read == version
 
     def is_complete(self, num_gathered: int, clock: int, min_clock: float, num_workers: int) -> bool:
@@ -175,8 +180,3 @@ def rule_for(sync: SyncAnswer, num_workers: int) -> ConsistencyRule:
                     f"Spare at most {num_workers - 1}, or start more workers."
                 )
             return FirstOfAll(num_workers - spare)
-
-
-def lowest(clocks: list[int]) -> float:
-    """The clock of the slowest worker; infinity if no worker counts."""
-    return min(clocks, default=math.inf)

@@ -33,7 +33,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from stretto.aggregate.parameter_server.consistency import ConsistencyRule, PullState, lowest
+from stretto.aggregate.parameter_server.consistency import ConsistencyRule, PullState
 from stretto.aggregate.parameter_server.gradient_sum import GradientSum
 from stretto.aggregate.parameter_server.layout import ParameterRange
 from stretto.aggregate.parameter_server.lives import Lives
@@ -59,6 +59,7 @@ from stretto.aggregate.parameter_server.messages import (
     ServedRequest,
     Shown,
     ValuesPulled,
+    WorkerClock,
 )
 from stretto.aggregate.parameter_server.replica import RangeReplica
 from stretto.errors import MalformedPayload
@@ -66,6 +67,7 @@ from stretto.protocol.machine import Payload
 
 MAX_CLOCK: Final = 1 << 53
 MAX_OPTIONS: Final = 64  # so that a header with them can be passed on
+MAX_WEIGHT: Final = 1e18  # float32 has all products of weights and factors
 MAX_REASON: Final = 2000  # letters
 
 
@@ -161,7 +163,7 @@ class RangeHead:
         if isinstance(request, EnterRange) and not 0 <= (request.clock or 0) < MAX_CLOCK:
             return f"its clock {request.clock} is none that a worker could have reached"
         if isinstance(request, (PushGradient, PullValues)):
-            if known is None or life != known.life:
+            if known is None or life != known.life or not (known.counts or isinstance(request, PushGradient)):
                 return f"life {life} of that worker does not count among the workers: it has to enter first"
             if request.clock > self._received[source]:
                 return f"its clock {request.clock} is of the future: {self._received[source]} pushes have come in"
@@ -170,8 +172,10 @@ class RangeHead:
                 return f"its clock {request.clock} is of the past: the worker has begun with {known.first}"
             if not 0 <= request.version_read <= self.replica.version:
                 return f"it was computed on version {request.version_read}, and version {self.replica.version} is the last"
-            if not 0 < request.weight < math.inf:
-                return f"its weight is {request.weight}, and must be positive and finite"
+            if not 1 / MAX_WEIGHT <= request.weight <= MAX_WEIGHT:
+                return f"its weight is {request.weight}, and must be positive, from {1 / MAX_WEIGHT} to {MAX_WEIGHT}"
+            if not self.replica.filled:
+                return "the range has no values yet, so it cannot have been computed on them"
             if len(request.options) > MAX_OPTIONS or any(len(name) > MAX_OPTIONS for name in request.options):
                 return (
                     f"it has {len(request.options)} options, or long names: {MAX_OPTIONS} and {MAX_OPTIONS} letters are the most"
@@ -189,8 +193,9 @@ class RangeHead:
             self._answer(source, PushTaken(index, clock, self.replica.version, None))
         if clock < self._received[source]:
             return
+        is_taken = self._rule.takes(clock, self._slowest(), push.version_read, self.replica.version)
         self._received[source] = clock + 1
-        if not self._rule.takes(self.replica.version, push.version_read):
+        if not is_taken:
             self._change(Discarded([Part(source, push.life, clock, push.version_read)]), b"")
             self._answer(source, PushTaken(index, clock, self.replica.version, False))
         elif self._held or not self._rule.is_due(clock, self._slowest()):
@@ -203,23 +208,24 @@ class RangeHead:
         if known is not None and known.life != life:
             self.forget(worker)
             known = None
-        if known is None:
-            slowest = self._slowest()
-            begin = self.replica.floor if slowest == math.inf else int(slowest)
-        else:
-            begin = self._received[worker]
-        if clock is not None:
-            begin = max(begin, clock)
-        if known is None or begin > self._received[worker]:
+        begin = max(clock or 0, self._clock_to_enter_with(worker, known))
+        if known is None or not known.counts or begin > self._received[worker]:
             self._change(Admitted(worker, life, begin), b"")
             self._received[worker] = begin
         self._answer(worker, RangeEntered(self._range.index, begin))
 
+    def _clock_to_enter_with(self, worker: int, known: WorkerClock | None) -> int:
+        """Its own if it counts already, else that of the slowest, but no clock that it has used."""
+        if known is not None and known.counts:
+            return self._received[worker]
+        slowest = self._slowest()
+        begin = self.replica.floor if slowest == math.inf else int(slowest)
+        return begin if known is None else max(begin, self._received[worker])
+
     def retire(self, worker: int) -> None:
-        """Nobody waits for it any more. What it has pushed counts all the same."""
-        if worker in self.replica.workers:
+        """Nobody waits for it any more. What it has pushed is applied all the same."""
+        if worker in self.replica.workers and self.replica.workers[worker].counts:
             self._change(Retired(worker), b"")
-            del self._received[worker]
             self._parked.pop(worker, None)
 
     def forget(self, worker: int) -> None:
@@ -230,8 +236,12 @@ class RangeHead:
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
+    def _clocks(self) -> list[int]:
+        """Of the workers that count."""
+        return [self._received[worker] for worker, each in self.replica.workers.items() if each.counts]
+
     def _slowest(self) -> float:
-        return lowest(list(self._received.values()))
+        return min(self._clocks(), default=math.inf)
 
     def _settle(self) -> None:
         """Do all that can be done now."""
@@ -262,7 +272,7 @@ class RangeHead:
         self._options = push.options
 
     def _is_complete(self, num_gathered: int, clock: int) -> bool:
-        return self._rule.is_complete(num_gathered, clock, self._slowest(), len(self._received))
+        return self._rule.is_complete(num_gathered, clock, self._slowest(), len(self._clocks()))
 
     def _make_update(self) -> bool:
         if not self._gathered or not self._is_complete(len(self._gathered), self._gathered[0].clock):

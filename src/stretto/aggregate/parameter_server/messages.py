@@ -86,7 +86,7 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Retired(msgspec.Struct, frozen=True, tag=True):
-    """A worker counts no more."""
+    """A worker counts no more. Pushes that it has made before may still come."""
 
     worker: int
 
@@ -238,11 +238,12 @@ class EntryStored(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerClock(NamedTuple):
-    """A worker that counts: the clock that it began with, and that of the push that comes next."""
+    """A worker: the clock that it began with, that of the push that comes next, and whether others have to wait for it."""
 
     life: int
     first: int
     clock: int
+    counts: bool = True
 
 
 class ReplicaHeader(msgspec.Struct, frozen=True):

@@ -94,13 +94,13 @@ class RangeReplica:
                 first = clock if known is None or known.life != life else known.first
                 self.workers[worker] = WorkerClock(life, first, clock)
             case Retired(worker):
-                del self.workers[worker]
+                self.workers[worker] = self.workers[worker]._replace(counts=False)
                 self.values.forget(worker)
             case Shown(worker):
                 self.values.pulled_by(worker)
         self.sequence += 1
-        if self.workers:
-            self.floor = max(self.floor, min(each.clock for each in self.workers.values()))
+        clocks = [each.clock for each in self.workers.values() if each.counts]
+        self.floor = max(self.floor, min(clocks, default=0))
 
     def _count(self, parts: list[Part]) -> None:
         """Of a life that has ended meanwhile nothing is counted."""

@@ -17,6 +17,9 @@ Needs: messages of one peer come once and in order, until it has left, as they d
 only seems to be would go on serving its ranges to those that still hear it. A worker keeps what it has pushed until it is
 acknowledged.
 
+Memory: what a server has on its way to the next one of a chain is at most a gradient of each worker for each range, since a
+worker pulls before it pushes again. Start the machine with `unsent_bytes` that allow it.
+
 A server that joins later, or again, is made with its `life`: it has nothing, says that it is here, and is handed its ranges.
 """
 
@@ -109,13 +112,17 @@ class ServerMachine(Machine):
         self._attempts: dict[tuple[int, int], int] = {}  # the last one of each client for each range
         self._turned_away: dict[tuple[int, int], int] = {}  # of these, the last one that was
         self._greeted = {rank}  # servers that have been told that this one has joined
-        self._queries: list[tuple[int, RangeQuery]] = []
+        self._queries: dict[tuple[int, int], RangeQuery] = {}  # by client and range, those that cannot be answered yet
         self._news: list[RangeChain] = []
         self._actions: list[SendMessage] = []
         self._num_complaints = 0
 
     def _make_replica(self, index: int) -> RangeReplica:
         return RangeReplica(index, self._make_values, self._first_workers, self._filled)
+
+    def served(self) -> dict[int, RangeReplica]:
+        """The ranges that this server is first for, to be read in the thread that drives the machine."""
+        return {index: each.replica for index, each in self.chains.holdings.items() if each.head is not None}
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -146,7 +153,7 @@ class ServerMachine(Machine):
                 self.chains.on_installed(header)
             case RangeQuery():
                 self._clients.add(source)
-                self._queries.append((source, header))
+                self._queries[source, header.range] = header
             case _:
                 self._serve(source, header, payload)
         return self._take_actions()
@@ -155,7 +162,7 @@ class ServerMachine(Machine):
         self.lives.end(left)
         self._clients -= set(left)
         self._greeted -= set(left)
-        self._queries = [query for query in self._queries if query[0] not in left]
+        self._queries = {asked: query for asked, query in self._queries.items() if asked[0] not in left}
         self._attempts = {asked: attempt for asked, attempt in self._attempts.items() if asked[0] not in left}
         self._turned_away = {asked: attempt for asked, attempt in self._turned_away.items() if asked[0] not in left}
         self.chains.left(set(left))
@@ -222,12 +229,10 @@ class ServerMachine(Machine):
 
     def _answer_queries(self) -> None:
         """Those for which this server knows that they have died whose death is asked about."""
-        queries, self._queries = self._queries, []
-        for source, query in queries:
+        for (source, index), query in list(self._queries.items()):
             if all(self.lives.has_ended(*life) for life in query.ended):
-                self._send(source, self.chains.report(query.range))
-            else:
-                self._queries.append((source, query))
+                del self._queries[source, index]
+                self._send(source, self.chains.report(index))
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
