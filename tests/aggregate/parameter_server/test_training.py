@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.worker import Refusing, seeded
+from preloaded import Preloaded
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.parameter_server import ParameterServer
 from stretto.aggregate.parameter_server.network import hosts_of_servers
 from stretto.compress.int8 import Int8
-from stretto.distributing import distribute, engine_of, release
+from stretto.distributing import distribute, engine_of, join, release
 from stretto.errors import BackwardFailed, ConfigurationError, PeerLost, StrettoError, WireError
 from stretto.job import Job
 from stretto.schedule.merged import Merged
@@ -198,6 +200,54 @@ def test_a_worker_that_hangs_in_its_backward_is_given_up_at_the_deadline() -> No
 
     found = run_jobs(2, program, timeouts=Timeouts(arrive_s=1.0))
     assert "have not got everybody's within 1 s" in found[0]
+
+
+def test_a_worker_that_runs_out_of_data_leaves_the_others_to_go_on() -> None:
+    def program(job: Job, strategy: Strategy) -> list[Tensor]:
+        model, optimizer = started(job, strategy)
+        with join(model):
+            for step in range(2 + job.rank):
+                take_step(job, model, optimizer, step)
+        return weights(model)
+
+    ring = run_jobs(3, program, Strategy(aggregate=AllReduce("ring")))
+    assert all(close(run, ring[0]) for run in run_jobs(3, program, TWO))
+
+
+KILLS = """
+import torch, stretto
+from stretto import ParameterServer, Strategy
+
+job = stretto.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))  # ranges for both servers
+optimizer = torch.optim.Adam(model.parameters())
+stretto.distribute(model, optimizer, Strategy(aggregate=ParameterServer(shards=2, replicas=1)))
+(network,) = job.server_networks.values()
+for step in range(6):
+    if step == 3 and job.rank == 0:
+        network.processes[0].kill()
+        network.processes[0].wait()
+    model(torch.randn(8, 512)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+alive = [process.pid for process in network.processes if process.poll() is None]
+assert len(alive) == (0 if job.rank == 0 else 1)
+total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+assert len(set(stretto.gather_object(total))) == 1
+print("alive", *alive, flush=True)
+stretto.shutdown()
+"""
+
+
+@pytest.mark.processes
+def test_training_goes_on_when_a_server_process_is_killed_and_no_process_is_left(tmp_path: Path, preloaded: Preloaded) -> None:
+    (tmp_path / "kills.py").write_text(KILLS)
+    done = preloaded.run(tmp_path / "kills.py", folder=tmp_path, workers=2)
+    assert done.returncode == 0, done.stderr
+    assert "has lost server 0" in done.stderr
+    pids = [int(word) for word in done.stdout.split() if word.isdigit()]
+    assert len(pids) == 1 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_servers_are_spread_over_the_hosts() -> None:

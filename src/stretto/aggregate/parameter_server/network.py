@@ -48,7 +48,7 @@ from stretto.launching.detect import Launch, own_environment
 from stretto.launching.hosts import join_address
 from stretto.launching.introduce import introduce, local_address
 from stretto.launching.rendezvous import start_coordinator
-from stretto.protocol.loop import UNSENT_BYTES, Running
+from stretto.protocol.loop import Running
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
 
@@ -90,7 +90,7 @@ class ServerNetwork:
         if problem is not None:
             raise StrettoError(problem)
         machine = ClientMachine(self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas)
-        return self._communication.loop.start(machine, channel, unsent_bytes=max(UNSENT_BYTES, 2 * model.num_bytes))
+        return self._communication.loop.start(machine, channel, unsent_bytes=model.unsent_bytes)
 
     def end(self, running: Running) -> None:
         """The model is served no longer. Sends, and waits for nobody."""

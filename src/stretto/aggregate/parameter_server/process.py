@@ -23,7 +23,7 @@ from stretto.collectives.execute import Communicator
 from stretto.job import make_wire
 from stretto.launching.detect import Launch
 from stretto.launching.introduce import introduce
-from stretto.protocol.loop import UNSENT_BYTES, Running
+from stretto.protocol.loop import Running
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
 
@@ -57,7 +57,7 @@ def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts) -> None:
     services: dict[int, Running] = {}
 
     def start(machine: ServerMachine, channel: int, model: ServedModel) -> None:
-        services[channel] = communication.loop.start(machine, channel, unsent_bytes=max(UNSENT_BYTES, 2 * model.num_bytes))
+        services[channel] = communication.loop.start(machine, channel, unsent_bytes=model.unsent_bytes)
 
     def stop(channel: int) -> None:
         if channel in services:

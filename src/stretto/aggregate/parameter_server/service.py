@@ -20,11 +20,12 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from stretto.aggregate.parameter_server.layout import RANGE_BYTES, RangeLayout, ServedParameter
+from stretto.aggregate.parameter_server.layout import RANGE_BYTES, VALUE_BYTES, RangeLayout, ServedParameter
 from stretto.aggregate.parameter_server.replica import RangeValues
 from stretto.aggregate.parameter_server.round_sum import RoundSum
 from stretto.aggregate.parameter_server.server import ServerMachine
 from stretto.errors import ConfigurationError, JobError
+from stretto.protocol.loop import UNSENT_BYTES
 from stretto.protocol.machine import Actions, Machine, Reply, SendMessage
 from stretto.sync.synchronous import Synchronous
 
@@ -47,8 +48,10 @@ class ServedModel(msgspec.Struct, frozen=True):
         return RangeLayout(self.parameters, self.range_bytes)
 
     @property
-    def num_bytes(self) -> int:
-        return 4 * sum(numel for _, numel, _ in self.parameters)
+    def unsent_bytes(self) -> int:
+        """What may wait for one peer: the model that is pushed, and each worker's gradients on their way down a chain."""
+        num_bytes = VALUE_BYTES * sum(numel for _, numel, _ in self.parameters)
+        return max(UNSENT_BYTES, (len(self.workers) + 2) * num_bytes)
 
 
 class BeginService(msgspec.Struct, frozen=True, tag=True):
