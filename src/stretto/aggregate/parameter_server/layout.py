@@ -26,6 +26,8 @@ import msgspec
 from stretto.errors import ConfigurationError
 
 RANGE_BYTES: Final = 1 << 20
+LEAST_RANGE_BYTES: Final = 64 << 10  # below that a message costs more than its bytes
+RANGES_OF_A_SERVER: Final = 16  # at least, so that none has much more than another
 VALUE_BYTES: Final = 4  # float32
 
 
@@ -35,6 +37,12 @@ class ServedParameter(NamedTuple):
     name: str
     numel: int
     group: str = ""
+
+
+def range_bytes_for(parameters: Sequence[ServedParameter], num_servers: int) -> int:
+    """The size of ranges with which the servers' shares are about equal: a small model is cut into smaller ones."""
+    num_bytes = VALUE_BYTES * sum(each.numel for each in parameters)
+    return max(LEAST_RANGE_BYTES, min(RANGE_BYTES, num_bytes // (RANGES_OF_A_SERVER * num_servers)))
 
 
 class ParameterSlice(NamedTuple):

@@ -31,7 +31,7 @@ from stretto.aggregate.all_reduce.compression_thread import ThreadedExchange
 from stretto.aggregate.all_reduce.exchange import UnderWay
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.parameter_server.client import Pull, Push
-from stretto.aggregate.parameter_server.layout import ServedParameter
+from stretto.aggregate.parameter_server.layout import ServedParameter, range_bytes_for
 from stretto.aggregate.parameter_server.network import ServerNetwork, open_network
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.value import ParameterServer
