@@ -32,11 +32,11 @@ from stretto.aggregate.parameter_server.process import ServerPlace, serve
 from stretto.aggregate.parameter_server.service import (
     CONTROL_CHANNEL,
     FIRST_CHANNEL,
-    EndService,
     LeaveServers,
     NewService,
     ServedModel,
     ServiceClient,
+    StopService,
 )
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
@@ -88,10 +88,9 @@ class ServerNetwork:
         return self._communication.loop.start(machine, channel, unsent_bytes=max(UNSENT_BYTES, 2 * model.num_bytes))
 
     def end(self, running: Running) -> None:
-        """The model is served no longer. Sends, and waits for nobody."""
+        """This worker needs the model no longer. Sends, and waits for nobody."""
         running.stop()
-        if self._job.rank == 0:
-            self._control.request(EndService(running.channel))
+        self._control.request(StopService(running.channel, self.servers))
 
     def _wait_for(self, answer: Future[Any], what: str) -> Any:
         patience_s = self._job.timeouts.connect_s
