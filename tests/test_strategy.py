@@ -85,6 +85,11 @@ def test_recipes_are_compositions() -> None:
     assert recipes.ddp() == Strategy(schedule=Buckets(bytes=25 << 20))
     assert recipes.data_parallel() == Strategy(aggregate=AllReduce("master_worker"), schedule=AfterBackward())
     assert recipes.horovod(fusion_bytes=64) == Strategy(aggregate=AllReduce("ring"), schedule=Buckets(bytes=64, first_bytes=64))
+    servers = ParameterServer(shards=2)
+    assert recipes.downpour() == Strategy(aggregate=ParameterServer(), sync=Asynchronous())
+    assert recipes.ssp(5, shards=2) == Strategy(aggregate=servers, sync=StaleSynchronous(5))
+    assert recipes.softsync(2, shards=2) == Strategy(aggregate=servers, sync=SoftSync(2))
+    assert recipes.backup_workers(2, shards=2) == Strategy(aggregate=servers, sync=BackupWorkers(2))
     for name, recipe in recipes.by_name().items():
         arguments = {"warm_up": 10} if name == "one_bit_adam" else {}  # how long is for the user to say
         assert recipe.__doc__ and recipe(**arguments) == parse(f"{name}(warm_up=10)" if arguments else name)

@@ -208,8 +208,8 @@ class Training(ABC, Generic[B]):
         """Go on from there. Replaces all that is remembered."""
 
     def before_save(self) -> None:
-        """All workers are in `stretto.save`, and none takes a step before it has ended: bring the parameters up to date. May wait,
-        and must begin no collective."""
+        """All workers are in `stretto.save`, and none takes a step before it has ended: bring the parameters up to date. May
+        wait, and must begin no collective."""
 
     def begin_anew(self) -> None:
         """`stretto.load` has replaced the model, its optimizers and, where `load_state` was called, what this remembers, on all

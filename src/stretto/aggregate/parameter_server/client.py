@@ -186,9 +186,7 @@ class ClientMachine(Machine):
                 else:
                     self._on_report(route, source, header.holds)
                 self._dispatch(route)
-            case (
-                PushTaken() | ValuesPulled() | RangeFilled() | RangeExported() | RangeEntered() | RangeLeft() | RequestRefused()
-            ):
+            case PushTaken() | ValuesPulled() | RangeFilled() | RangeExported() | RangeEntered() | RangeLeft() | RequestRefused():
                 if 0 <= header.range < len(self.layout):
                     self._on_answer(source, self.routes[header.range], header, payload)
         return self._take_actions()
@@ -228,7 +226,11 @@ class ClientMachine(Machine):
         memory = memoryview(request.into if isinstance(request, Pull) else request.payload)
         wanted = self.layout.ranges[request.range].num_bytes
         is_free = isinstance(request, Fill) and request.exported  # the server looks at it
-        if (memory.nbytes != wanted and not is_free) or not memory.c_contiguous or (memory.readonly and isinstance(request, Pull)):
+        if (
+            (memory.nbytes != wanted and not is_free)
+            or not memory.c_contiguous
+            or (memory.readonly and isinstance(request, Pull))
+        ):
             return (
                 f"{kind}(range={request.range}) with {memory.nbytes} bytes: that range has {wanted}.\n"
                 f"Give contiguous memory of that size{', which can be written' if isinstance(request, Pull) else ''}."

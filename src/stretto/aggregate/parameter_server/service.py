@@ -67,7 +67,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
     def fault_in(self, options: Options) -> str | None:
         """Options that no optimizer of this model takes. Whether it is the right one is seen when they are used."""
-        faults = [spec.fault_in(options) for spec in set_of(self.optimizers)]
+        faults = [spec.fault_in(options) for spec in distinct_classes(self.optimizers)]
         return None if not faults or None in faults else faults[0]
 
 
@@ -88,14 +88,14 @@ class ServiceBegun(msgspec.Struct, frozen=True, tag=True):
     problem: str  # empty: none
 
 
-def set_of(optimizers: dict[str, OptimizerSpec]) -> list[OptimizerSpec]:
+def distinct_classes(optimizers: dict[str, OptimizerSpec]) -> list[OptimizerSpec]:
     """Each of those that differ in their class, once."""
     return list({spec.name: spec for spec in optimizers.values()}.values())
 
 
 class ServiceHost(Machine):
-    """A server's side. `start(machine, channel, model)` runs a machine, `stop(channel)` ends it; `alone()` is called when the last
-    worker has left."""
+    """A server's side. `start(machine, channel, model)` runs a machine, `stop(channel)` ends it; `alone()` is called when the
+    last worker has left."""
 
     header_type = BeginService | EndService | WorkerLeaves
 

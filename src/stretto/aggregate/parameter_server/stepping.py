@@ -5,13 +5,13 @@
     after_step         p <- w, when the rule lets this worker read
 
 The optimizer runs on the servers, its state is there, and `optimizer.step()` of the loop updates nothing itself. Gradients
-are this worker's own until they are pushed: clipping, accumulation under `no_sync` and looking at `p.grad` are as without stretto.
-There is no collective in the loop. One slow worker holds up nobody beyond what `sync=` says; for the same reason buffers (the
+are this worker's own until they are pushed: clipping, accumulating under `no_sync` and looking at `p.grad` are as ever. There
+is no collective in the loop. One slow worker holds up nobody beyond what `sync=` says; for the same reason buffers (the
 statistics of BatchNorm) stay each worker's own, and nobody compares learning rates.
 
 Rates are those of single gradients. With `StaleSynchronous` and `Asynchronous` each of P workers' gradients is a step of its own,
-so P workers go P steps where one worker on the whole batch goes one: divide the rate, as with any asynchronous SGD. `SoftSync` and
-`BackupWorkers` step by means. `stretto.weight` counts in these means, and nowhere else.
+so P workers go P steps where one worker on the whole batch goes one: divide the rate, as with any asynchronous SGD. `SoftSync`
+and `BackupWorkers` step by means. `stretto.weight` counts in these means, and nowhere else.
 
 A parameter that got no gradient counts as if it had zeros: a range is updated as a whole. (Momentum and weight decay go on for
 it, where torch would leave the parameter alone.)
@@ -30,8 +30,8 @@ Invariant: the values that a worker computes on are those of one version of each
            nobody but the servers changes them: a parameter that was written to since the last step is refused.
 Cost:      m bytes up and m down in each step; one flat copy of the model and one of its gradients in the worker's memory.
 Reference: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
-Departs:   a worker pulls as soon as it has pushed, and waits at the end of its step, where the paper pulls before the next one. It
-           is the same wait, for nothing is computed in between.
+Departs:   a worker pulls as soon as it has pushed, and waits at the end of its step, where the paper pulls before the next one.
+           It is the same wait, for nothing is computed in between.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from stretto.aggregate.parameter_server.layout import ParameterRange
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.sync_spec import SyncSpec
-from stretto.aggregate.parameter_server.training import network_of, servers_of
+from stretto.aggregate.parameter_server.training import check_answers, network_of, servers_of
 from stretto.engine.bucket import Bucket
 from stretto.engine.finite import is_finite
 from stretto.engine.training import NOBODY, Named, RoundEnd, RoundResult, Setting, TensorsByName, Training, TrainingState
-from stretto.errors import ConfigurationError, NonFiniteGradient, StrettoError, WireError
+from stretto.errors import NonFiniteGradient, StrettoError, WireError
 from stretto.job import Job
 from stretto.protocol.loop import Running
 from stretto.sync.asynchronous import Asynchronous
@@ -117,7 +117,7 @@ class SteppingServers(Training[Bucket]):
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
-        admission.check_strategy(strategy)
+        check_answers(strategy)
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
@@ -165,7 +165,9 @@ class SteppingServers(Training[Bucket]):
 
     def _fill(self) -> str | None:
         try:
-            self._a_few_at_a_time([self._begin_with(each) for each in self._ranges], "to take the values that training begins with")
+            self._a_few_at_a_time(
+                [self._begin_with(each) for each in self._ranges], "to take the values that training begins with"
+            )
         except StrettoError as error:
             return str(error)
         return None
@@ -189,9 +191,8 @@ class SteppingServers(Training[Bucket]):
             return
         with suppress(StrettoError):
             for optimizer in self._optimizers:
-                if not optimizer.state:  # else the program has loaded one
-                    self._fetch_state(optimizer)
-            self._end_service()
+                self._fetch_state(optimizer)
+        self._end_service()
 
     def _end_service(self) -> None:
         assert self._network is not None and self._service is not None
@@ -320,7 +321,9 @@ class SteppingServers(Training[Bucket]):
         self._job.ledger.count_wait(time.perf_counter_ns() - begin_ns)
         for answer in done:
             if (problem := answer.exception()) is not None:
-                self._broken = problem if isinstance(problem, StrettoError) else StrettoError(f"a request has failed: {problem!r}")
+                self._broken = (
+                    problem if isinstance(problem, StrettoError) else StrettoError(f"a request has failed: {problem!r}")
+                )
                 raise self._broken
         if missing:
             self._broken = self._too_late(what, patience_s)
@@ -354,7 +357,7 @@ class SteppingServers(Training[Bucket]):
         return self._inventory.read(zip(ranges, exported, strict=True))
 
     def _fetch_state(self, optimizer: Optimizer) -> None:
-        """Before `state_dict`."""
+        """Before `state_dict`. A state that the program has loaded stays."""
         number = next(number for number, given in enumerate(self._optimizers) if given is optimizer)
         if self._service is None or optimizer.state:
             return

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from stretto.aggregate.parameter_server.consistency import rule_for
 from stretto.aggregate.parameter_server.inventory import Entry
 from stretto.aggregate.parameter_server.shard_optimizer import spec_of
-from stretto.aggregate.parameter_server.training import SERVED_DTYPES, check_answers
+from stretto.aggregate.parameter_server.training import SERVED_DTYPES
 from stretto.engine.training import Named, Setting
 from stretto.errors import ConfigurationError
 from stretto.sync.asynchronous import Asynchronous
@@ -19,11 +19,6 @@ from stretto.sync.soft_sync import SoftSync
 
 if TYPE_CHECKING:
     from stretto.strategy import Strategy
-
-
-def check_strategy(strategy: Strategy) -> None:
-    """The servers' own limits, and those of rates that are scaled."""
-    check_answers(strategy)
 
 
 def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, world_size: int) -> None:
@@ -54,8 +49,8 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer], sync: o
             for parameter in group["params"]:
                 if owners.setdefault(parameter, number) != number:
                     raise ConfigurationError(
-                        f"two optimizers, {type(optimizers[owners[parameter]]).__name__} and {type(optimizer).__name__}, step the "
-                        f"same parameter of shape {tuple(parameter.shape)}: on servers each parameter has one.\n"
+                        f"two optimizers, {type(optimizers[owners[parameter]]).__name__} and {type(optimizer).__name__}, step "
+                        f"the same parameter of shape {tuple(parameter.shape)}: on servers each parameter has one.\n"
                         f"Give every parameter to one of them, or write sync=Synchronous()."
                     )
     for name, parameter in model.named_parameters():
@@ -135,7 +130,7 @@ def check_step(
 
 def _written(model: str, what: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{model}: {what} since the last step (by load_state_dict, another optimizer or the program). The servers keep values and "
-        f"optimizer state, and the next pull would undo it.\n"
+        f"{model}: {what} since the last step (by load_state_dict, another optimizer or the program). The servers keep values "
+        f"and optimizer state, and the next pull would undo it.\n"
         f"Call stretto.distribute(model, optimizer, strategy) again on all workers after that, or use stretto.load."
     )

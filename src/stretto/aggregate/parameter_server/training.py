@@ -2,11 +2,11 @@
 
 A bucket is some ranges of the servers. When it is full its gradients are pushed, range by range, and their sum is pulled into the
 same memory: the servers answer when everybody's have come, so a pull is under way as soon as its push is. What workers say of
-themselves (notes: weights, failed backwards, unused parameters) is little, and goes by all-reduce in the closing bucket, which has
-no gradients. Everything else (rounds, late gradients, failures, buffers) is that of synchronous all-reduce.
+themselves (notes: weights, failed backwards, unused parameters) is little, and goes by all-reduce in the closing bucket, which
+has no gradients. Everything else (rounds, late gradients, failures, buffers) is that of synchronous all-reduce.
 
-The memory of a bucket may be pushed from and pulled into at once: the servers answer a pull after they have acknowledged the push,
-and the acknowledgement comes first.
+The memory of a bucket may be pushed from and pulled into at once: the servers answer a pull after they have acknowledged the
+push, and the acknowledgement comes first.
 
 When parameters are frozen, unfrozen or added, buckets are made anew, and so is what the servers serve.
 
@@ -170,8 +170,8 @@ class SynchronousServers(SynchronousAllReduce):
 
     def _too_late(self, patience_s: float) -> WireError:
         return WireError(
-            f"gradients of {self._setting.name}: all workers have begun the round, and the servers have not got everybody's within "
-            f"{patience_s:g} s. A worker is stuck in its backward: find out with py-spy dump, or allow more time: "
+            f"gradients of {self._setting.name}: all workers have begun the round, and the servers have not got everybody's "
+            f"within {patience_s:g} s. A worker is stuck in its backward: find out with py-spy dump, or allow more time: "
             f"stretto.init(timeouts=Timeouts(arrive_s=...))."
         )
 
