@@ -15,6 +15,7 @@ from stretto import recipes
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.admission import warn_of_host_memory
 from stretto.aggregate.hierarchy import Hierarchy
+from stretto.aggregate.parameter_server import ParameterServer
 from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
 from stretto.compress.int8 import Int8
@@ -25,9 +26,18 @@ from stretto.job import Job
 from stretto.parsing import parse
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
 from stretto.strategy import ON_ONE_HOST, Strategy, _are_on_gpus
+from stretto.sync.asynchronous import Asynchronous
+from stretto.sync.backup_workers import BackupWorkers
+from stretto.sync.delay_compensation import DelayCompensation
+from stretto.sync.soft_sync import SoftSync
+from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.testing import run_jobs
 
-ALL = list(dict.fromkeys([*STRATEGIES, *EVERY_ALGORITHM]))
+COMPENSATED = Asynchronous(True, DelayCompensation(2.0, decay=0.95))
+STEPPING = [
+    Strategy(aggregate=ParameterServer(), sync=sync) for sync in (StaleSynchronous(3), COMPENSATED, SoftSync(2), BackupWorkers(1))
+]
+ALL = list(dict.fromkeys([*STRATEGIES, *EVERY_ALGORITHM, *STEPPING]))
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=repr)

@@ -27,6 +27,7 @@ from aggregate.parameter_server.stepping_worker import (
     train,
     values_of,
 )
+from engine.worker import seeded
 from preloaded import Preloaded
 from stretto.distributing import distribute, no_sync, release
 from stretto.errors import PeerLost, WireError
@@ -237,57 +238,56 @@ def test_half_precision_adds_up_small_updates_on_the_servers() -> None:
     assert run_jobs(2, program) == [(1 - 2.0**-4, torch.bfloat16)] * 2
 
 
+def channels_last() -> nn.Conv2d:
+    module = nn.Conv2d(2, 3, 2)
+    module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+    return module
+
+
 def test_sparse_gradients_and_other_strides_are_taken_as_they_are() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.rows = nn.Embedding(5, 2, sparse=True)
-            self.image = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+            self.image = channels_last()
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.rows(torch.tensor([1, 3])).sum() + self.image(x).pow(2).sum()
+            total: Tensor = self.rows(torch.tensor([1, 3])).sum() + self.image(x).pow(2).sum()
+            return total
 
     def program(job: Job, on_servers: bool) -> tuple[list[Tensor], tuple[int, ...]]:
-        from engine.worker import seeded
-
         model = seeded(Odd)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if on_servers:
             distribute(model, optimizer, strategy(StaleSynchronous(0)), job=job)
         for number in range(2):
-            for _ in range(1 if on_servers else 2):  # the gradients of two workers, one after the other, on the same values
-                pass
             torch.autograd.backward(model(torch.arange(8.0).view(1, 2, 2, 2) + number))
             optimizer.step()
             if not on_servers:
-                optimizer.step()
+                optimizer.step()  # the gradients of two workers, one after the other, on the same values
             optimizer.zero_grad()
         return values_of(model), model.image.weight.stride()
 
     for values, strides in run_jobs(2, program, True):
         ((expected, wanted),) = run_jobs(1, program, False)
-        assert strides == wanted == model_strides()
+        assert strides == wanted == channels_last().weight.stride()
         assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
-
-
-def model_strides() -> tuple[int, ...]:
-    return nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last).weight.stride()
 
 
 def test_several_optimizers_and_groups_have_rates_and_clocks_of_their_own() -> None:
     def program(job: Job) -> list[float]:
-        model = nn.ModuleList([Scalar(), Scalar(), Scalar()])
-        a, b, c = (each.w for each in model)  # type: ignore[union-attr]
-        first = torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 0.5}], lr=1.0)  # type: ignore[list-item]
-        second = torch.optim.Adagrad([c], lr=1.0)  # type: ignore[list-item]
+        parts = [Scalar(), Scalar(), Scalar()]
+        model, (a, b, c) = nn.ModuleList(parts), (each.w for each in parts)
+        first = torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 0.5}], lr=1.0)
+        second = torch.optim.Adagrad([c], lr=1.0)
         distribute(model, (first, second), strategy(StaleSynchronous(0)), job=job)
         for number in range(2):
             model.zero_grad()
-            torch.autograd.backward(sum(each(1.0) for each in model))
+            torch.autograd.backward([each(1.0) for each in parts])
             first.step()
             if number:
                 second.step()
-        return [float(each.detach()) for each in (a, b, c)]  # type: ignore[operator]
+        return [float(each.detach()) for each in (a, b, c)]
 
     for a, b, c in run_jobs(2, program):
         assert (a, b) == (-4.0, -2.0)
@@ -454,7 +454,7 @@ def test_a_server_that_dies_is_replaced_by_its_copy_and_no_step_is_lost() -> Non
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_workers_and_servers_in_processes_of_their_own_compute_the_same(preloaded: Preloaded) -> None:
-    text = repr(strategy(StaleSynchronous(0)))
+    text = repr(strategy(StaleSynchronous(0), shards=1))
     results = preloaded.launch(learn_by_servers, 2, text, 3, timeout_s=100)
     expected = [float(v) for parameter in one_after_the_other(sgd, 2, 3)[-1] for v in parameter.flatten()]
     assert results == [(expected, {0: 3}), (expected, {1: 3})]

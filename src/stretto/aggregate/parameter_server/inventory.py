@@ -36,7 +36,7 @@ Named = tuple[str, Tensor]
 VALUES, MEAN_SQUARE = "values", "mean square"  # beside the names of an optimizer's vectors
 
 
-class Entry(NamedTuple):
+class KeptParameter(NamedTuple):
     """A parameter, and where it lies."""
 
     name: str
@@ -70,7 +70,7 @@ class Inventory:
     ) -> None:
         self._method = method
         self.specs: dict[str, OptimizerSpec] = {}
-        self.entries: list[Entry] = []
+        self.entries: list[KeptParameter] = []
         self.bases = [spec_of(optimizer) for optimizer in optimizers]
         self._begin: dict[str, Kept] = {}
         names = {parameter: name for name, parameter in named}
@@ -80,7 +80,7 @@ class Inventory:
                 aged = self._by_age(f"{number}.{position}", group, optimizer, self.bases[number], names)
                 for key, parameter in sorted(aged, key=lambda each: each[0]):
                     start, stop = stop, stop + parameter.numel()
-                    self.entries.append(Entry(names[parameter], parameter, number, key, start, stop))
+                    self.entries.append(KeptParameter(names[parameter], parameter, number, key, start, stop))
         for name, vectors in known.items():
             if name in self._begin:
                 self._begin[name].vectors |= vectors

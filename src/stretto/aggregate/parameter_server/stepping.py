@@ -50,7 +50,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.aggregate.parameter_server import stepping_admission as admission
 from stretto.aggregate.parameter_server.client import Export, Fill, Pull, Push, Quit
-from stretto.aggregate.parameter_server.inventory import MEAN_SQUARE, VALUES, Entry, Inventory, Kept, as_state
+from stretto.aggregate.parameter_server.inventory import MEAN_SQUARE, VALUES, Inventory, Kept, KeptParameter, as_state
 from stretto.aggregate.parameter_server.layout import ParameterRange
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
 from stretto.aggregate.parameter_server.service import ServedModel
@@ -104,6 +104,7 @@ class SteppingServers(Training[Bucket]):
         self._under_way: dict[int, Step] = {}  # by optimizer
         self._broken: StrettoError | None = None
         self._handles: list[RemovableHandle] = []
+        self._fetched: set[int] = set()  # optimizers whose state is here for the length of a `state_dict`
         if self.engaged and (self._decays or any(p.dtype is not torch.float32 for p in setting.model.parameters())):
             self.state_text = f"{strategy.compress!r} and sync={self._sync!r}"
 
@@ -227,13 +228,13 @@ class SteppingServers(Training[Bucket]):
         self._under_way[number] = self._begin_step(number, ranges, self._gradient(entries))
         return NOBODY
 
-    def _check_finite(self, entries: Iterable[Entry]) -> None:
+    def _check_finite(self, entries: Iterable[KeptParameter]) -> None:
         """Of this worker: the others' gradients are never here."""
         for each in entries:
             if each.parameter.grad is not None and not is_finite(each.parameter.grad):
                 raise NonFiniteGradient({self._job.rank: each.name})
 
-    def _gradient(self, entries: Sequence[Entry]) -> Tensor:
+    def _gradient(self, entries: Sequence[KeptParameter]) -> Tensor:
         """Flat, from the first of these parameters on. New memory each time: what is pushed may have to be sent again."""
         if not entries:
             return torch.empty(0, dtype=torch.float32, device="cpu")
@@ -362,14 +363,17 @@ class SteppingServers(Training[Bucket]):
         if self._service is None or optimizer.state:
             return
         kept = self._export([each for each in self._ranges if _optimizer_of(each) == number])
+        self._fetched.add(number)
         for entry in self._inventory.entries:
             if entry.optimizer == number and entry.name in kept and (state := as_state(kept[entry.name], entry.parameter)):
                 optimizer.state[entry.parameter] = state
 
     def _drop_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """After `state_dict`: whoever asked has it now."""
-        if self._service is not None:
-            optimizer.state.clear()
+        for number, given in enumerate(self._optimizers):
+            if given is optimizer and number in self._fetched:
+                self._fetched.discard(number)
+                optimizer.state.clear()
 
     def before_save(self) -> None:
         if self._service is not None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto.aggregate.parameter_server.consistency import rule_for
-from stretto.aggregate.parameter_server.inventory import Entry
+from stretto.aggregate.parameter_server.inventory import KeptParameter
 from stretto.aggregate.parameter_server.shard_optimizer import spec_of
 from stretto.aggregate.parameter_server.training import SERVED_DTYPES
 from stretto.engine.training import Named, Setting
@@ -99,7 +99,7 @@ def number_of(optimizer: Optimizer, given: Sequence[Optimizer], model: str) -> i
 
 
 def check_step(
-    optimizer: Optimizer, entries: Sequence[Entry], written: Mapping[Tensor, int], setting: Setting, weight: float
+    optimizer: Optimizer, entries: Sequence[KeptParameter], written: Mapping[Tensor, int], setting: Setting, weight: float
 ) -> None:
     """What cannot be pushed: `written` has autograd's count of writes to each parameter, as it was after the last pull."""
     places = {parameter: position for position, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
