@@ -278,7 +278,8 @@ def test_several_optimizers_and_groups_have_rates_and_clocks_of_their_own() -> N
     def program(job: Job) -> list[float]:
         parts = [Scalar(), Scalar(), Scalar()]
         model, (a, b, c) = nn.ModuleList(parts), (each.w for each in parts)
-        first = torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 0.5}], lr=1.0)
+        groups: list[dict[str, Any]] = [{"params": [a]}, {"params": [b], "lr": 0.5}]
+        first = torch.optim.SGD(groups, lr=1.0)
         second = torch.optim.Adagrad([c], lr=1.0)
         distribute(model, (first, second), strategy(StaleSynchronous(0)), job=job)
         for number in range(2):
@@ -392,6 +393,16 @@ def test_nobody_waits_for_a_worker_that_has_released_the_model() -> None:
         return float(model.w.detach())
 
     assert run_jobs(2, program) == [-5.0, -2.0]
+
+
+def test_nobody_waits_for_a_worker_that_has_left_the_job() -> None:
+    def program(job: Job) -> float:
+        model, optimizer = start_scalar(job, StaleSynchronous(0))
+        for _ in range(2 if job.rank == 1 else 5):
+            step_by(model, optimizer, 1.0)
+        return float(model.w.detach())
+
+    assert run_jobs(3, program) == [-12.0, -6.0, -12.0]
 
 
 def test_a_worker_that_waits_for_too_long_says_for_what() -> None:

@@ -122,7 +122,13 @@ def _move(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     optimizer.add_param_group({"params": [model[0].weight]})
 
 
-@pytest.mark.parametrize("change", [_freeze, _unfreeze, _add, _replace, _move], ids=lambda each: each.__name__.strip("_"))
+def _convert(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "change", [_freeze, _unfreeze, _add, _replace, _move, _convert], ids=lambda each: each.__name__.strip("_")
+)
 def test_parameters_that_change_later_are_refused_and_distribute_takes_them(change: Any) -> None:
     def program(job: Job) -> None:
         model = nn.Sequential(*mlp(), nn.Linear(1, 1).requires_grad_(False))
@@ -130,13 +136,13 @@ def test_parameters_that_change_later_are_refused_and_distribute_takes_them(chan
         distribute(model, optimizer, SSP, job=job)
         change(model, optimizer)
         with pytest.raises(ConfigurationError, match="since the model was distributed(.|\n)*distribute.* again on all workers"):
-            torch.autograd.backward(model(torch.ones(2, 4)).sum())
+            torch.autograd.backward(model(torch.ones(2, 4, dtype=model[0].weight.dtype)).sum())
             optimizer.step()
         if change is _replace:
             optimizer = sgd(model.parameters())
         distribute(model, optimizer, SSP, job=job)
         optimizer.zero_grad()
-        torch.autograd.backward(model(torch.ones(2, 4)).sum())
+        torch.autograd.backward(model(torch.ones(2, 4, dtype=model[0].weight.dtype)).sum())
         optimizer.step()
 
     run_jobs(2, program)

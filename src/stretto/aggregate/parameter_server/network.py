@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import msgspec
 
-from stretto.aggregate.parameter_server.client import ClientMachine
+from stretto.aggregate.parameter_server.client import ClientMachine, Quit
 from stretto.aggregate.parameter_server.process import ServerPlace, serve
 from stretto.aggregate.parameter_server.service import (
     CONTROL_CHANNEL,
@@ -68,6 +68,7 @@ class ServerNetwork:
         self._communication = CommunicationThread(Communicator(wire, job.timeouts))
         self._control = self._communication.loop.start(ServiceClient(), CONTROL_CHANNEL)
         self._channel = FIRST_CHANNEL
+        self._served: list[Running] = []  # models that this worker has not ended
         for process in self.processes:  # whoever waits for a child keeps it from becoming a zombie
             threading.Thread(target=process.wait, name="stretto-server", daemon=True).start()
 
@@ -85,11 +86,15 @@ class ServerNetwork:
         if problem is not None:
             raise StrettoError(problem)
         machine = ClientMachine(self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas)
-        return self._communication.loop.start(machine, channel, unsent_bytes=max(UNSENT_BYTES, 2 * model.num_bytes))
+        running = self._communication.loop.start(machine, channel, unsent_bytes=max(UNSENT_BYTES, 2 * model.num_bytes))
+        self._served.append(running)
+        return running
 
     def end(self, running: Running) -> None:
-        """This worker needs the model no longer. Sends, and waits for nobody."""
+        """This worker needs the model no longer, and nobody is to wait for it. Sends, and waits for nobody."""
+        running.request(Quit())
         running.stop()
+        self._served.remove(running)
         self._control.request(StopService(running.channel, self.servers))
 
     def _wait_for(self, answer: Future[Any], what: str) -> Any:
@@ -105,7 +110,9 @@ class ServerNetwork:
         loop.call(lambda: loop.end(running, error))
 
     def stop(self) -> None:
-        """Leave. Servers end when the last worker has left."""
+        """Leave. Servers end when the last worker has left. A goodbye is no death, so they are told to count without it."""
+        for running in self._served:
+            running.request(Quit())
         with contextlib.suppress(StrettoError, TimeoutError):  # without it they notice that the connection is gone
             self._control.request(LeaveServers(self.servers)).result(self._job.timeouts.leave_s)
         self._communication.stop(self._job.timeouts.leave_s)

@@ -17,7 +17,7 @@ A parameter that got no gradient counts as if it had zeros: a range is updated a
 it, where torch would leave the parameter alone.)
 
 Precision: gradients travel as float32, and values and state are kept in float32 on the servers. A parameter in half precision
-gets the rounded values; its unrounded ones stay on the servers, and in checkpoints.
+gets the rounded values; its unrounded ones stay on the servers, and in what `stretto.save` writes.
 
 With `BackupWorkers` a worker that has taken t steps waits for version t of each range, and no longer: one that has fallen behind
 goes on from the current version at once. What it pushed late was discarded.
@@ -49,7 +49,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stretto.aggregate.parameter_server import stepping_admission as admission
-from stretto.aggregate.parameter_server.client import Export, Fill, Pull, Push, Quit
+from stretto.aggregate.parameter_server.client import Export, Fill, Pull, Push
 from stretto.aggregate.parameter_server.inventory import MEAN_SQUARE, VALUES, Inventory, Kept, KeptParameter, as_state
 from stretto.aggregate.parameter_server.layout import ParameterRange
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
@@ -99,6 +99,8 @@ class SteppingServers(Training[Bucket]):
         self._network = network_of(job, servers_of(strategy).num_servers(job.world_size)) if self.engaged else None
         self._service: Running | None = None
         self._named: Sequence[Named] = ()
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._written: dict[Tensor, int] = {}  # autograd's count of writes to each parameter, after the last pull
         self._known: TensorsByName = {}  # of a checkpoint, for the next service to begin with
         self._unsettled: list[Step] = []
         self._under_way: dict[int, Step] = {}  # by optimizer
@@ -128,13 +130,13 @@ class SteppingServers(Training[Bucket]):
     # -- what is served -----------------------------------------------------------------------------------------------
 
     def arrange(self, dense: Sequence[Named], sparse: Sequence[Named]) -> Sequence[Bucket]:
-        """No buckets. Called again, the parameters have changed: other memory is taken over, other parameters are not."""
+        """No buckets. Called again, the parameters have changed: another device is fine, other parameters are not."""
         place = {name: number for number, (name, _) in enumerate(self._setting.model.named_parameters())}
         named = sorted((*dense, *sparse), key=lambda each: place[each[0]])
         if self._service is not None:
-            admission.refuse_change(self._setting.name, self._named, named)
+            admission.refuse_change(self._setting.name, self._named, self._dtypes, named)
             return ()
-        self._named = named
+        self._named, self._dtypes = named, {name: parameter.dtype for name, parameter in named}
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_state_dict_pre_hook(self._fetch_state))
             self._handles.append(optimizer.register_state_dict_post_hook(self._drop_state))
@@ -144,6 +146,7 @@ class SteppingServers(Training[Bucket]):
     def _serve(self) -> None:
         """Have the servers begin with what this worker's model and optimizers hold. All workers call it together."""
         assert self._network is not None
+        self._broken = None
         self._inventory = Inventory(self._named, self._optimizers, self._method, self._known)
         model = ServedModel(
             parameters=self._inventory.parameters, servers=self._network.servers, workers=list(range(self._job.world_size)),
@@ -163,6 +166,7 @@ class SteppingServers(Training[Bucket]):
         for optimizer in self._optimizers:
             optimizer.state.clear()  # it is on the servers
         self._pull_all()
+        self._job.barrier()  # nobody pushes before all have the values that training begins with
 
     def _fill(self) -> str | None:
         try:
@@ -197,7 +201,6 @@ class SteppingServers(Training[Bucket]):
 
     def _end_service(self) -> None:
         assert self._network is not None and self._service is not None
-        self._service.request(Quit())  # nobody is to wait for this worker
         self._network.end(self._service)
         self._service = None
         self._under_way.clear()
@@ -297,7 +300,7 @@ class SteppingServers(Training[Bucket]):
             for entry in self._inventory.entries:
                 if entry.optimizer in here:
                     entry.parameter.copy_(self._flat[entry.start : entry.stop].view(entry.parameter.shape))
-        self._written = {entry.parameter: entry.parameter._version for entry in self._inventory.entries}
+                    self._written[entry.parameter] = entry.parameter._version
 
     def _settle(self) -> None:
         """Count the staleness of steps that the servers have applied: of a step the largest of its ranges. A range that came too

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -66,25 +67,19 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer], sync: o
             )
 
 
-def refuse_change(model: str, before: Sequence[Named], now: Sequence[Named]) -> None:
-    """Raise unless the servers keep just these parameters."""
-    kept, wanted = ({name: (parameter.numel(), parameter) for name, parameter in named} for named in (before, now))
-    different = sorted(name for name in kept.keys() | wanted.keys() if not _is_same(kept.get(name), wanted.get(name)))
-    if different:
-        raise _changed(model, different[0])
-
-
-def _is_same(kept: tuple[int, Tensor] | None, wanted: tuple[int, Tensor] | None) -> bool:
-    if kept is None or wanted is None:
-        return False
-    return kept[0] == wanted[0] and kept[1] is wanted[1] and wanted[1].dtype in SERVED_DTYPES
+def refuse_change(model: str, before: Sequence[Named], dtypes: Mapping[str, torch.dtype], now: Sequence[Named]) -> None:
+    """Raise unless the servers keep just these parameters, of these dtypes."""
+    kept, wanted = dict(before), dict(now)
+    for name in sorted(kept.keys() | wanted.keys()):
+        if kept.get(name) is not wanted.get(name) or wanted[name].dtype is not dtypes[name]:
+            raise _changed(model, name)
 
 
 def _changed(model: str, name: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{model}: parameter {name} was frozen, unfrozen, added, taken away or replaced since the model was distributed. The "
-        f"servers keep the model as it was, and workers that meet nowhere cannot agree on another one in the middle of "
-        f"training.\nCall stretto.distribute(model, optimizer, strategy) again on all workers after such a change."
+        f"{model}: parameter {name} was frozen, unfrozen, added, taken away, converted or replaced since the model was "
+        f"distributed. The servers keep the model as it was, and workers that meet nowhere cannot agree on another "
+        f"one in the middle of training.\nCall stretto.distribute(model, optimizer, strategy) again on all workers after such a change."
     )
 
 
