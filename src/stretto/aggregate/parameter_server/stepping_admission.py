@@ -79,7 +79,8 @@ def _changed(model: str, name: str) -> ConfigurationError:
     return ConfigurationError(
         f"{model}: parameter {name} was frozen, unfrozen, added, taken away, converted or replaced since the model was "
         f"distributed. The servers keep the model as it was, and workers that meet nowhere cannot agree on another "
-        f"one in the middle of training.\nCall stretto.distribute(model, optimizer, strategy) again on all workers after such a change."
+        f"one in the middle of training.\n"
+        f"Call stretto.distribute(model, optimizer, strategy) again on all workers after such a change."
     )
 
 
