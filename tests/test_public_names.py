@@ -12,7 +12,8 @@ import stretto
 from stretto.compress.catalogue import COMPRESSIONS
 
 NAMES = sorted([
-    "AfterBackward", "AllReduce", "BackwardFailed", "Buckets", "Caramel", "CheckpointError", "ConfigurationError", "FrameError",
+    "AfterBackward", "AllReduce", "Asynchronous", "BackupWorkers", "BackwardFailed", "Buckets", "Caramel", "CheckpointError",
+    "ConfigurationError", "DelayCompensation", "FrameError", "ParameterServer", "SoftSync", "StaleSynchronous",
     "Group", "Hierarchy", "JobError", "LAMB", "LARS", "LinearWarmUp", "MalformedPayload", "Merged", "NonFiniteGradient",
     "ParameterServer", "PeerLost", "Priority", "RankMismatch", "RendezvousError", "Replicated", "Resumed", "Sampler",
     "SecretError", "Started", "Strategy", "StrettoError", "SyncBatchNorm", "Synchronous", "Tac", "Tic", "Timeouts",

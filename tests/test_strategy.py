@@ -15,6 +15,7 @@ from stretto import recipes
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.admission import warn_of_host_memory
 from stretto.aggregate.hierarchy import Hierarchy
+from stretto.aggregate.parameter_server import ParameterServer
 from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
 from stretto.compress.int8 import Int8
@@ -25,9 +26,18 @@ from stretto.job import Job
 from stretto.parsing import parse
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
 from stretto.strategy import ON_ONE_HOST, Strategy, _are_on_gpus
+from stretto.sync.asynchronous import Asynchronous
+from stretto.sync.backup_workers import BackupWorkers
+from stretto.sync.delay_compensation import DelayCompensation
+from stretto.sync.soft_sync import SoftSync
+from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.testing import run_jobs
 
-ALL = list(dict.fromkeys([*STRATEGIES, *EVERY_ALGORITHM]))
+COMPENSATED = Asynchronous(True, DelayCompensation(2.0, decay=0.95))
+STEPPING = [
+    Strategy(aggregate=ParameterServer(), sync=sync) for sync in (StaleSynchronous(3), COMPENSATED, SoftSync(2), BackupWorkers(1))
+]
+ALL = list(dict.fromkeys([*STRATEGIES, *EVERY_ALGORITHM, *STEPPING]))
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=repr)
@@ -85,6 +95,11 @@ def test_recipes_are_compositions() -> None:
     assert recipes.ddp() == Strategy(schedule=Buckets(bytes=25 << 20))
     assert recipes.data_parallel() == Strategy(aggregate=AllReduce("master_worker"), schedule=AfterBackward())
     assert recipes.horovod(fusion_bytes=64) == Strategy(aggregate=AllReduce("ring"), schedule=Buckets(bytes=64, first_bytes=64))
+    servers = ParameterServer(shards=2)
+    assert recipes.downpour() == Strategy(aggregate=ParameterServer(), sync=Asynchronous())
+    assert recipes.ssp(5, shards=2) == Strategy(aggregate=servers, sync=StaleSynchronous(5))
+    assert recipes.softsync(2, shards=2) == Strategy(aggregate=servers, sync=SoftSync(2))
+    assert recipes.backup_workers(2, shards=2) == Strategy(aggregate=servers, sync=BackupWorkers(2))
     for name, recipe in recipes.by_name().items():
         arguments = {"warm_up": 10} if name == "one_bit_adam" else {}  # how long is for the user to say
         assert recipe.__doc__ and recipe(**arguments) == parse(f"{name}(warm_up=10)" if arguments else name)

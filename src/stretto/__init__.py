@@ -75,6 +75,11 @@ if TYPE_CHECKING:
     from stretto.schedule.tictac import Tic as Tic
     from stretto.shard.replicated import Replicated as Replicated
     from stretto.strategy import Strategy as Strategy
+    from stretto.sync.asynchronous import Asynchronous as Asynchronous
+    from stretto.sync.backup_workers import BackupWorkers as BackupWorkers
+    from stretto.sync.delay_compensation import DelayCompensation as DelayCompensation
+    from stretto.sync.soft_sync import SoftSync as SoftSync
+    from stretto.sync.stale_synchronous import StaleSynchronous as StaleSynchronous
     from stretto.sync.synchronous import Synchronous as Synchronous
     from stretto.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from stretto.timeouts import Timeouts as Timeouts
@@ -118,6 +123,11 @@ _HOME = {
     "stretto.shard.replicated": ("Replicated",),
     "stretto.strategy": ("Strategy",),
     "stretto.sync_batch_norm": ("SyncBatchNorm",),
+    "stretto.sync.asynchronous": ("Asynchronous",),
+    "stretto.sync.backup_workers": ("BackupWorkers",),
+    "stretto.sync.delay_compensation": ("DelayCompensation",),
+    "stretto.sync.soft_sync": ("SoftSync",),
+    "stretto.sync.stale_synchronous": ("StaleSynchronous",),
     "stretto.sync.synchronous": ("Synchronous",),
     "stretto.timeouts": ("Timeouts",),
 }  # fmt: skip

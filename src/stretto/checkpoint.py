@@ -102,6 +102,7 @@ def save(
     mine = _all_succeed(engine.job, f"save({str(path)!r})", look)
     everybody = engine.job.gather_object(mine)
     _check_loops(str(path), [worker.pop("loop") for worker in everybody])
+    _all_succeed(engine.job, f"save({str(path)!r})", engine.training.before_save)
     for rank, tensors in enumerate(_collect_tensors(engine)):
         everybody[rank] |= tensors
 
@@ -138,6 +139,7 @@ def load(
     with _received(engine.job, Path(path), what) as copy:
         content = _all_succeed(engine.job, what, lambda: _checked(copy, engine, sampler))
     resumed = _all_succeed(engine.job, what, lambda: _apply(content, engine, sampler))
+    engine.training.begin_anew()
     if engine.job.rank == 0:
         log.info("%s: saved by %d workers; carried over: %s", what, resumed.world_size, ", ".join(resumed.carried))
         for each in resumed.lost:

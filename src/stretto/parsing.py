@@ -14,6 +14,7 @@ from typing import Any
 from stretto import recipes
 from stretto.errors import ConfigurationError, StrettoError
 from stretto.strategy import ANSWERS, Strategy
+from stretto.sync.delay_compensation import DelayCompensation
 
 MAX_CHARACTERS = 4096
 MAX_DEPTH = 8
@@ -47,7 +48,7 @@ def parse(text: str, *, extra: Mapping[str, Callable[..., Any]] | None = None) -
 
 def _names() -> dict[str, Callable[..., Any]]:
     answers = {kind.__name__: kind for kinds in ANSWERS.values() for kind in kinds}
-    return {"Strategy": Strategy, **answers, **recipes.by_name()}
+    return {"Strategy": Strategy, "DelayCompensation": DelayCompensation, **answers, **recipes.by_name()}
 
 
 def _value(node: ast.expr, known: Mapping[str, Callable[..., Any]], text: str, depth: int) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stretto.aggregate.all_reduce import AllReduce
+from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.compress.codec import Compression
 from stretto.compress.demo import DeMo
 from stretto.compress.dgc import DGC
@@ -24,6 +25,10 @@ from stretto.schedule.orders import AfterBackward, Buckets
 from stretto.schedule.priority import Priority
 from stretto.schedule.tictac import Tac
 from stretto.strategy import Strategy
+from stretto.sync.asynchronous import Asynchronous
+from stretto.sync.backup_workers import BackupWorkers
+from stretto.sync.soft_sync import SoftSync
+from stretto.sync.stale_synchronous import StaleSynchronous
 
 
 def ddp(*, bucket_bytes: int = 25 * 1024 * 1024) -> Strategy:
@@ -151,6 +156,39 @@ def demo(*, k: int = 32, chunk: int = 64, decay: float = 0.999) -> Strategy:
     return Strategy(compress=DeMo(k, chunk, decay))
 
 
+def downpour(*, shards: int | None = None) -> Strategy:
+    """Downpour SGD: servers apply each gradient when it arrives, and nobody waits for anybody.
+
+    Reference: Dean et al., NIPS 2012, with Adagrad. Departs from it: a worker pushes and pulls in every step, as in their
+    experiments (n_push = n_fetch = 1); they also allow fewer.
+    """
+    return Strategy(aggregate=ParameterServer(shards), sync=Asynchronous())
+
+
+def ssp(bound: int = 3, *, shards: int | None = None) -> Strategy:
+    """Stale synchronous parallel: nobody computes more than `bound` steps ahead of the slowest worker.
+
+    Reference: Ho et al., NIPS 2013. Departs from it: updates are steps of an optimizer on the servers, not sums of increments.
+    """
+    return Strategy(aggregate=ParameterServer(shards), sync=StaleSynchronous(bound))
+
+
+def softsync(n: int = 1, *, shards: int | None = None) -> Strategy:
+    """n-softsync: an update for each P / `n` gradients, whoever they are from, at a rate divided by their staleness.
+
+    Reference: Zhang et al., IJCAI 2016. Departs from it: the rate is divided, not the gradient; for SGD that is the same.
+    """
+    return Strategy(aggregate=ParameterServer(shards), sync=SoftSync(n))
+
+
+def backup_workers(b: int = 1, *, shards: int | None = None) -> Strategy:
+    """Synchronous steps that do not wait for the `b` slowest workers of each.
+
+    Reference: Chen et al., arXiv:1604.00981.
+    """
+    return Strategy(aggregate=ParameterServer(shards), sync=BackupWorkers(b))
+
+
 def _after(rounds: int, compression: Compression) -> Compression:
     return WarmUp(rounds, compression) if rounds else compression
 
@@ -159,6 +197,6 @@ def by_name() -> dict[str, Callable[..., Strategy]]:
     """Every recipe of this module."""
     every = (
         ddp, data_parallel, horovod, mg_wfbp, p3, bytescheduler, tictac, caramel, power_sgd, dgc, one_bit_adam, qsgd, terngrad,
-        signsgd_vote, demo,
+        signsgd_vote, demo, downpour, ssp, softsync, backup_workers,
     )  # fmt: skip
     return {recipe.__name__: recipe for recipe in every}

@@ -2,7 +2,9 @@
 
     aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer),
                                                              ParameterServer(shards, replicas)
-    sync        when?                                        Synchronous()
+    sync        when?                                        Synchronous(); with servers also StaleSynchronous(bound),
+                                                             Asynchronous(staleness_aware, delay_compensation), SoftSync(n),
+                                                             BackupWorkers(spare)
     compress    how is it written on the wire?               NoCompression(), Float16(), Int8(), ErrorFeedback(Sign()), ...
     schedule    in which order, and over what?               AfterBackward(), WaitFree(), Buckets(bytes), Merged(), Tic(), Tac(),
                                                              Priority(partition, credit), Caramel()
@@ -25,6 +27,8 @@ from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.hierarchy import Hierarchy
 from stretto.aggregate.hierarchy.training import SynchronousHierarchy
 from stretto.aggregate.parameter_server import ParameterServer
+from stretto.aggregate.parameter_server.consistency import SyncAnswer
+from stretto.aggregate.parameter_server.stepping import SteppingServers
 from stretto.aggregate.parameter_server.training import SynchronousServers
 from stretto.compress import catalogue
 from stretto.compress.codec import Compression
@@ -38,12 +42,16 @@ from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
 from stretto.schedule.priority import Priority
 from stretto.schedule.tictac import Tac, Tic
 from stretto.shard.replicated import Replicated
+from stretto.sync.asynchronous import Asynchronous
+from stretto.sync.backup_workers import BackupWorkers
+from stretto.sync.soft_sync import SoftSync
+from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.sync.synchronous import Synchronous
 
 Schedule = AfterBackward | WaitFree | Buckets | Merged | Tic | Tac | Priority | Caramel
 ANSWERS: dict[str, tuple[type, ...]] = {
     "aggregate": (AllReduce, Hierarchy, ParameterServer),
-    "sync": (Synchronous,),
+    "sync": (Synchronous, StaleSynchronous, Asynchronous, SoftSync, BackupWorkers),
     "compress": catalogue.classes(),
     "schedule": (AfterBackward, WaitFree, Buckets, Merged, Tic, Tac, Priority, Caramel),
     "shard": (Replicated,),
@@ -59,7 +67,7 @@ class Strategy:
     """How to train data-parallel. The default is synchronous all-reduce in buckets: exactly large-batch training."""
 
     aggregate: AllReduce | Hierarchy | ParameterServer = field(default_factory=AllReduce)
-    sync: Synchronous = field(default_factory=Synchronous)
+    sync: SyncAnswer = field(default_factory=Synchronous)
     compress: Compression = field(default_factory=NoCompression)
     schedule: Schedule = field(default_factory=Buckets)
     shard: Replicated = field(default_factory=Replicated)
@@ -121,6 +129,7 @@ WAYS: tuple[Way, ...] = (
     Way(AllReduce, Synchronous, Replicated, SynchronousAllReduce),
     Way(Hierarchy, Synchronous, Replicated, SynchronousHierarchy),
     Way(ParameterServer, Synchronous, Replicated, SynchronousServers),
+    *(Way(ParameterServer, sync, Replicated, SteppingServers) for sync in ANSWERS["sync"] if sync is not Synchronous),
 )
 
 

@@ -207,6 +207,14 @@ class Training(ABC, Generic[B]):
     def load_state(self, state: TrainingState) -> None:
         """Go on from there. Replaces all that is remembered."""
 
+    def before_save(self) -> None:
+        """All workers are in `stretto.save`, and none takes a step before it has ended: bring the parameters up to date. May
+        wait, and must begin no collective."""
+
+    def begin_anew(self) -> None:
+        """`stretto.load` has replaced the model, its optimizers and, where `load_state` was called, what this remembers, on all
+        workers: whoever else keeps them takes them over. May communicate."""
+
     def shared_out(self, everybody: Sequence[TensorsByName]) -> TensorsByName:
         """What one worker begins with of its own, where another number of workers have saved `everybody`'s."""
         return {}

@@ -245,8 +245,7 @@ class Loop:
                     reply.set_exception(error)
 
     def _send(self, running: Running, to: Node, header: bytes, payload: Payload) -> None:
-        view = memoryview(payload)
-        view = view.cast("B") if view.nbytes else memoryview(b"")  # a wire that has sent some of it goes on at a byte
+        view = _as_bytes(payload)
         num_bytes = len(header) + view.nbytes
         if to in self._left:
             return
@@ -268,3 +267,9 @@ class Loop:
         running.unsent[to] -= num_bytes
         if error is not None and not isinstance(error, PeerLost):  # a loss is told as a view
             self.end(running, error)
+
+
+def _as_bytes(payload: Payload) -> memoryview:
+    """A wire counts and cuts in bytes; the elements of an array's memory may be longer."""
+    view = memoryview(payload)
+    return view.cast("B") if view.nbytes else memoryview(b"")

@@ -11,6 +11,8 @@ Cost:      a step takes as long as the N-th fastest of P workers in it, instead 
 Invariant: each update is the mean of exactly N gradients, all of one step: staleness 0, as in `Synchronous` with N workers.
 Reference: Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting distributed synchronous SGD", arXiv:1604.00981. It has b at about
            4 to 5 % of the workers.
+Departs:   a worker takes as many steps as its loop says, where theirs go on until the model has had so many. One that has fallen
+           behind goes on from the current version without waiting, and may give two of the N gradients of an update.
 Limits:    a worker that is always late never counts, and neither does its data: let every worker draw from all of it.
 """
 

@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.aggregate.parameter_server.client import ClientMachine, Enter, Fill, Pull, Push, Quit
+from stretto.aggregate.parameter_server.client import ClientMachine, Enter, Export, Fill, Pull, Push, Quit
 from stretto.aggregate.parameter_server.hash_ring import HashRing
 from stretto.aggregate.parameter_server.layout import RangeLayout, ServedParameter
 from stretto.aggregate.parameter_server.messages import (
+    ExportRange,
     NotHead,
     PullValues,
     PushGradient,
     RangeChain,
+    RangeExported,
     RangeQuery,
     RangeReport,
     RangesPlaced,
@@ -51,7 +53,7 @@ class OneClient:
         return list(self.machine.on_message(0.0, source, header, memoryview(payload)))
 
 
-def sent(actions: list[Any], kind: type[Any]) -> list[tuple[Any, int]]:
+def sent(actions: list[Any], kind: Any) -> list[tuple[Any, int]]:
     """To whom messages of that kind were sent, and for which range."""
     return [(each.to, each.header.range) for each in actions if isinstance(each, SendMessage) and type(each.header) is kind]
 
@@ -210,3 +212,20 @@ def test_lost_ranges_fail_what_concerns_them_and_nothing_else() -> None:
         assert isinstance(replies[index].exception(0), PeerLost) == (rank == 8)
     assert isinstance(enters.exception(0), PeerLost)
     network.assert_all_fired()
+
+
+def test_an_export_is_asked_for_once_and_its_answer_is_the_bytes() -> None:
+    client = OneClient()
+    assert sent(client.ask(Export(1)), ExportRange) == [(8, 1)]
+    (again,) = client.ask(Export(1))
+    assert isinstance(again.error, ConfigurationError) and "is under way" in str(again.error)
+    assert client.hear(8, RangeExported(2), b"of another range") == []
+    (answer,) = client.hear(8, RangeExported(1), b"all of it")
+    assert isinstance(answer, Reply) and answer.value == b"all of it"
+    (wrong,) = client.ask(Export(9))
+    assert isinstance(wrong.error, ConfigurationError) and "the model has 4 ranges" in str(wrong.error)
+
+
+def test_a_fill_with_what_was_exported_may_have_any_length() -> None:
+    (message,) = OneClient().ask(Fill(0, b"longer than the values of a range", exported=True))
+    assert message.header.exported

@@ -69,3 +69,36 @@ def test_workers_train_through_the_death_of_a_server(kind: str) -> None:
             values, _ = pull_all(servers, rank, STEPS)
             assert all((each == 100 - len(WORKERS) * STEPS).all() for each in values)
         assert [servers.request(rank, Quit()) for rank in WORKERS] == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "zeromq"])
+def test_the_memory_of_arrays_travels_as_bytes(kind: str) -> None:
+    """More than a socket takes at once: a wire that counted floats would lose its place in the stream."""
+    layout = RangeLayout([ServedParameter("w", 16 << 20 >> 2)])
+
+    def make(rank: int, size: int) -> Machine:
+        if rank == 0:
+            return ClientMachine(0, layout, servers=[1])
+        return ServerMachine(
+            1, layout, servers=[1], workers=[0], sync=StaleSynchronous(1),
+            make_values=lambda index, values: RangeState(
+                torch.zeros(layout.ranges[index].numel)
+                if values is None
+                else torch.from_numpy(np.frombuffer(values, np.float32).copy()),
+                SGD,
+            ),
+        )  # fmt: skip
+
+    begin = np.arange(sum(each.numel for each in layout.ranges), dtype=np.float32)
+    found, step = np.empty_like(begin), layout.ranges[0].numel
+    with world(kind, 2, make) as servers:
+        for request in (Fill, lambda index, part: Push(index, 0, part, {"lr": 1.0}, 0)):
+            parts = [begin[each.index * step : (each.index + 1) * step].data for each in layout.ranges]
+            answers = [servers.running[0].request(request(index, part)) for index, part in enumerate(parts)]
+            assert all(answer.result(DEADLINE_S) for answer in answers)
+        pulls = [
+            servers.running[0].request(Pull(each.index, 1, found[each.index * step : (each.index + 1) * step].data))
+            for each in layout.ranges
+        ]
+        assert all(pull.result(DEADLINE_S) for pull in pulls)
+    assert not found.any()

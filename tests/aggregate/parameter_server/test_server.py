@@ -19,6 +19,7 @@ from stretto.aggregate.parameter_server.layout import RangeLayout, ServedParamet
 from stretto.aggregate.parameter_server.messages import (
     EnterRange,
     EntryStored,
+    ExportRange,
     FillValues,
     LeaveRange,
     LogEntry,
@@ -26,6 +27,7 @@ from stretto.aggregate.parameter_server.messages import (
     PushGradient,
     PushTaken,
     RangeEntered,
+    RangeExported,
     RangeFilled,
     RangesPlaced,
     RequestRefused,
@@ -142,6 +144,8 @@ def test_whatever_numbers_come_the_server_answers_and_goes_on(
         PushGradient(layout, life, attempt, index, clock, version, weight, {"lr": 0.1}),
         PullValues(layout, life, attempt, index, clock, version),
         FillValues(layout, life, attempt, index),
+        FillValues(layout, life, attempt, index, True),
+        ExportRange(layout, life, attempt, index),
         EnterRange(layout, life, attempt, index, clock),
     ):
         server.tell(1, header, payload)
@@ -204,6 +208,22 @@ def test_pulls_wait_until_a_range_is_filled_and_the_first_filling_counts() -> No
     assert [each.header for each in server.tell(1, fill, second)] == [RangeFilled(0)]
     (pulled,) = server.tell(0, PullValues(LAYOUT.digest, 0, 1, 0, 0, -1))
     assert bytes(pulled.payload) == first
+
+
+def test_a_range_is_filled_with_what_was_exported_and_with_nothing_else() -> None:
+    export, fill = ExportRange(LAYOUT.digest, 0, 1, 0), FillValues(LAYOUT.digest, 0, 1, 0, True)
+    source, target = OneServer(Asynchronous(), workers=2), OneServer(Asynchronous(), workers=2, filled=False)
+    source.push(0, 0, 0, (3, 4))
+    before = state_of(source)
+    (exported,) = source.tell(1, export)
+    assert exported.header == RangeExported(0) and state_of(source) == before
+    (refused,) = target.tell(0, export)
+    assert isinstance(refused.header, RequestRefused) and "nobody has filled the range" in refused.header.reason
+    (refused,) = target.tell(0, fill, bytes(exported.payload) + b"more")
+    assert isinstance(refused.header, RequestRefused) and "of rank 0" in refused.header.reason
+    assert [each.header for each in target.tell(0, fill, bytes(exported.payload))] == [RangeFilled(0)]
+    (again,) = target.tell(1, export)
+    assert bytes(again.payload) == bytes(exported.payload)
 
 
 def test_a_worker_enters_with_the_clock_of_the_slowest_and_is_waited_for() -> None:

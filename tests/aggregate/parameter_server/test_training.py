@@ -172,6 +172,19 @@ def test_half_precision_is_added_up_in_float32_and_rounded_once() -> None:
     assert all(torch.equal(found, torch.full((1, 4), mean).bfloat16().float()) for found in run_jobs(3, program))
 
 
+def test_what_float32_cannot_hold_is_combined_by_all_reduce() -> None:
+    def program(job: Job, strategy: Strategy) -> list[Any]:
+        model = seeded(lambda: nn.ModuleList([nn.Linear(4, 4).double(), nn.Linear(4, 4)]))
+        distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, job=job)
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(job.rank))
+        (model[0](x.double()).square().mean() + model[1](x).square().mean()).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    ring, servers = run_jobs(3, program, Strategy(aggregate=AllReduce("ring"))), run_jobs(3, program, TWO)
+    for one, other in zip(ring[0], servers[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-14 if one.dtype is torch.float64 else 1e-6, atol=1e-15)
+
+
 def test_a_worker_that_hangs_in_its_backward_is_given_up_at_the_deadline() -> None:
     over = threading.Event()
 

@@ -17,6 +17,8 @@ In a job:
 
     value           what a strategy names
     training        synchronous training with servers that only sum
+    stepping        training with servers that step; `inventory` is what they keep, `stepping_admission` what is refused
+    sync_spec       an answer to `sync=` as data
     service         servers are told which models to serve
     network         how servers are started and reached; `process` is one of them
 

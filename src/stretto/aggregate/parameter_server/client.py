@@ -35,6 +35,7 @@ from stretto.aggregate.parameter_server.layout import RangeLayout
 from stretto.aggregate.parameter_server.lives import Lives
 from stretto.aggregate.parameter_server.messages import (
     EnterRange,
+    ExportRange,
     FillValues,
     LeaveRange,
     NotHead,
@@ -44,6 +45,7 @@ from stretto.aggregate.parameter_server.messages import (
     PushTaken,
     RangeChain,
     RangeEntered,
+    RangeExported,
     RangeFilled,
     RangeLeft,
     RangeQuery,
@@ -87,10 +89,20 @@ class Pull(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """The values that training begins with. The first worker that fills a range does; for others it has no effect."""
+    """The values that training begins with. The first worker that fills a range does; for others it has no effect.
+
+    `exported`: the payload is what an `Export` gave, values and optimizer state, or was written as such."""
 
     range: int
     payload: Payload
+    exported: bool = False
+
+
+class Export(NamedTuple):
+    """All that the servers keep of a range. The reply is its bytes (`range_format.py`). Keep few of them under way: they are
+    longer than the values, and wait in the server's memory."""
+
+    range: int
 
 
 class Enter(NamedTuple):
@@ -146,7 +158,7 @@ class ClientMachine(Machine):
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def on_request(self, now: float, ticket: int, request: Push | Pull | Fill | Enter | Quit) -> Actions:
+    def on_request(self, now: float, ticket: int, request: Push | Pull | Fill | Export | Enter | Quit) -> Actions:
         match request:
             case Enter():
                 self._pass(Passage(ticket, enters=True))
@@ -174,7 +186,7 @@ class ClientMachine(Machine):
                 else:
                     self._on_report(route, source, header.holds)
                 self._dispatch(route)
-            case PushTaken() | ValuesPulled() | RangeFilled() | RangeEntered() | RangeLeft() | RequestRefused():
+            case PushTaken() | ValuesPulled() | RangeFilled() | RangeExported() | RangeEntered() | RangeLeft() | RequestRefused():
                 if 0 <= header.range < len(self.layout):
                     self._on_answer(source, self.routes[header.range], header, payload)
         return self._take_actions()
@@ -205,13 +217,20 @@ class ClientMachine(Machine):
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _fault_in(self, request: Push | Pull | Fill) -> str | None:
+    def _fault_in(self, request: Push | Pull | Fill | Export) -> str | None:
         kind = type(request).__name__
         if not 0 <= request.range < len(self.layout):
             return f"{kind}(range={request.range}): the model has {len(self.layout)} ranges, from 0 on."
+        if isinstance(request, Export):
+            return None
         memory = memoryview(request.into if isinstance(request, Pull) else request.payload)
         wanted = self.layout.ranges[request.range].num_bytes
-        if memory.nbytes != wanted or not memory.c_contiguous or (memory.readonly and isinstance(request, Pull)):
+        is_free = isinstance(request, Fill) and request.exported  # the server looks at it
+        if (
+            (memory.nbytes != wanted and not is_free)
+            or not memory.c_contiguous
+            or (memory.readonly and isinstance(request, Pull))
+        ):
             return (
                 f"{kind}(range={request.range}) with {memory.nbytes} bytes: that range has {wanted}.\n"
                 f"Give contiguous memory of that size{', which can be written' if isinstance(request, Pull) else ''}."
@@ -223,7 +242,7 @@ class ClientMachine(Machine):
                 return f"Push(options={request.options!r}): {problem}.\nGive names, and flags, numbers or pairs of numbers."
         return None
 
-    def _request(self, ticket: int, request: Push | Pull | Fill) -> RangeRequest:
+    def _request(self, ticket: int, request: Push | Pull | Fill | Export) -> RangeRequest:
         layout, life = self.layout.digest, self.life
         match request:
             case Push(index, clock, payload, options, version, weight):
@@ -231,8 +250,10 @@ class ClientMachine(Machine):
             case Pull(index, clock, into, newer_than):
                 header = PullValues(layout, life, 0, index, clock, newer_than)
                 return RangeRequest(ticket, header, b"", memoryview(into).cast("B"))
-            case Fill(index, payload):
-                return RangeRequest(ticket, FillValues(layout, life, 0, index), payload)
+            case Fill(index, payload, exported):
+                return RangeRequest(ticket, FillValues(layout, life, 0, index, exported), payload)
+            case Export(index):
+                return RangeRequest(ticket, ExportRange(layout, life, 0, index))
 
     def _add(self, route: Route, request: RangeRequest) -> None:
         if route.lost is not None:
@@ -300,6 +321,8 @@ class ClientMachine(Machine):
             self._fail(request, WireError(f"rank {source}: {header.reason}"))
         elif isinstance(request.header, (EnterRange, LeaveRange)):
             self._passed(route.index, header.clock if isinstance(header, RangeEntered) else 0)
+        elif isinstance(header, RangeExported):
+            self._actions.append(Reply(request.ticket, bytes(payload)))
         elif request.into is not None and payload.nbytes != request.into.nbytes:
             self._fail(request, FrameError(source, f"{payload.nbytes} bytes of values for range {route.index}"))
         else:
@@ -388,6 +411,8 @@ def _key_of(answer: ServedAnswer) -> RequestKey:
             return PullValues.__name__, -1
         case RangeFilled():
             return FillValues.__name__, -1
+        case RangeExported():
+            return ExportRange.__name__, -1
         case RangeEntered():
             return EnterRange.__name__, -1
         case RangeLeft():

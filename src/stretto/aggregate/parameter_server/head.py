@@ -43,6 +43,7 @@ from stretto.aggregate.parameter_server.messages import (
     Change,
     Discarded,
     EnterRange,
+    ExportRange,
     Filled,
     FillValues,
     LeaveRange,
@@ -52,6 +53,7 @@ from stretto.aggregate.parameter_server.messages import (
     PushGradient,
     PushTaken,
     RangeEntered,
+    RangeExported,
     RangeFilled,
     RangeLeft,
     RequestRefused,
@@ -142,10 +144,10 @@ class RangeHead:
                 self._push(source, request, payload)
             case PullValues():
                 self._parked[source] = request
-            case FillValues():
-                if not self.replica.filled:
-                    self._change(Filled(), payload)
-                self._answer(source, RangeFilled(self._range.index))
+            case FillValues(exported=exported):
+                self._fill(source, exported, payload)
+            case ExportRange():
+                self._answer(source, RangeExported(self._range.index), self.replica.values.export())
             case EnterRange(life=life, clock=clock):
                 self._enter(source, life, clock)
             case LeaveRange():
@@ -156,10 +158,12 @@ class RangeHead:
     def _fault_in(self, source: int, request: ServedRequest, payload: memoryview) -> str | None:
         known = self.replica.workers.get(source)
         life, wanted = request.life, self._range.num_bytes if isinstance(request, (PushGradient, FillValues)) else 0
-        if payload.nbytes != wanted:
+        if payload.nbytes != wanted and not (isinstance(request, FillValues) and request.exported):
             return f"it has {payload.nbytes} bytes, and needs {wanted}"
         if known is not None and life < known.life:
             return f"it is of life {life} of that worker, and life {known.life} has taken its place"
+        if isinstance(request, ExportRange) and not self.replica.filled:
+            return "nobody has filled the range, so there is nothing to export"
         if isinstance(request, EnterRange) and not 0 <= (request.clock or 0) < MAX_CLOCK:
             return f"its clock {request.clock} is none that a worker could have reached"
         if isinstance(request, (PushGradient, PullValues)):
@@ -186,6 +190,15 @@ class RangeHead:
     def _refuse(self, worker: int, request: str, clock: int, fault: str) -> None:
         reason = f"a {request} of rank {worker} for range {self._range.index} was refused: {fault}."
         self._terms.send(worker, RequestRefused(self._range.index, request, clock, reason[:MAX_REASON]), b"")
+
+    def _fill(self, source: int, exported: bool, payload: memoryview) -> None:
+        if not self.replica.filled:
+            try:
+                self._change(Filled(exported), payload)
+            except MalformedPayload as fault:
+                self._refuse(source, FillValues.__name__, -1, str(fault))
+                return
+        self._answer(source, RangeFilled(self._range.index))
 
     def _push(self, source: int, push: PushGradient, payload: memoryview) -> None:
         clock, index = push.clock, self._range.index

@@ -5,6 +5,7 @@ A worker to the first server of a range, and the answer:
     PushGradient     a gradient of clock t, computed on version v          PushTaken      it is in, and every server has it
     PullValues       what is there at clock t                              ValuesPulled   the values
     FillValues       the values to begin with                              RangeFilled
+    ExportRange      all that is kept of it, for a checkpoint              RangeExported  values and optimizer state
     EnterRange       count me among the workers                            RangeEntered   with this clock
     LeaveRange       count me no more                                      RangeLeft
 
@@ -74,7 +75,9 @@ class Discarded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Filled(msgspec.Struct, frozen=True, tag=True):
-    """The values to begin with, the payload."""
+    """The values to begin with, the payload. `exported`: as `RangeExported` had them, with the optimizer's state."""
+
+    exported: bool = False
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
@@ -124,6 +127,18 @@ class PullValues(msgspec.Struct, frozen=True, tag=True):
 
 
 class FillValues(msgspec.Struct, frozen=True, tag=True):
+    """`exported`: the payload is what a `RangeExported` had, or as such."""
+
+    layout: int
+    life: int
+    attempt: int
+    range: int
+    exported: bool = False
+
+
+class ExportRange(msgspec.Struct, frozen=True, tag=True):
+    """Changes nothing, and waits for nobody's push."""
+
     layout: int
     life: int
     attempt: int
@@ -152,7 +167,7 @@ class RangeQuery(msgspec.Struct, frozen=True, tag=True):
     ended: list[tuple[int, int]]  # rank and life
 
 
-ServedRequest = PushGradient | PullValues | FillValues | EnterRange | LeaveRange
+ServedRequest = PushGradient | PullValues | FillValues | ExportRange | EnterRange | LeaveRange
 
 
 # -- a server to a worker ---------------------------------------------------------------------------------------------
@@ -177,6 +192,12 @@ class RangeFilled(msgspec.Struct, frozen=True, tag=True):
     range: int
 
 
+class RangeExported(msgspec.Struct, frozen=True, tag=True):
+    """The payload is in `range_format.py`."""
+
+    range: int
+
+
 class RangeEntered(msgspec.Struct, frozen=True, tag=True):
     range: int
     clock: int
@@ -195,7 +216,7 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ServedAnswer = PushTaken | ValuesPulled | RangeFilled | RangeEntered | RangeLeft | RequestRefused
+ServedAnswer = PushTaken | ValuesPulled | RangeFilled | RangeExported | RangeEntered | RangeLeft | RequestRefused
 
 
 class NotHead(msgspec.Struct, frozen=True, tag=True):

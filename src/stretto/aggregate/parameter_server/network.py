@@ -27,16 +27,16 @@ from typing import Any, Final
 
 import msgspec
 
-from stretto.aggregate.parameter_server.client import ClientMachine
+from stretto.aggregate.parameter_server.client import ClientMachine, Quit
 from stretto.aggregate.parameter_server.process import ServerPlace, serve
 from stretto.aggregate.parameter_server.service import (
     CONTROL_CHANNEL,
     FIRST_CHANNEL,
-    EndService,
     LeaveServers,
     NewService,
     ServedModel,
     ServiceClient,
+    StopService,
 )
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
@@ -69,6 +69,7 @@ class ServerNetwork:
         self._control = self._communication.loop.start(ServiceClient(), CONTROL_CHANNEL)
         wire.on_lost(self._on_lost)
         self._channel = FIRST_CHANNEL
+        self._served: list[Running] = []  # models that this worker has not ended
         for process in self.processes:  # whoever waits for a child keeps it from becoming a zombie
             threading.Thread(target=process.wait, name="stretto-server", daemon=True).start()
 
@@ -90,13 +91,16 @@ class ServerNetwork:
         if problem is not None:
             raise StrettoError(problem)
         machine = ClientMachine(self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas)
-        return self._communication.loop.start(machine, channel, unsent_bytes=model.unsent_bytes)
+        running = self._communication.loop.start(machine, channel, unsent_bytes=model.unsent_bytes)
+        self._served.append(running)
+        return running
 
     def end(self, running: Running) -> None:
-        """The model is served no longer. Sends, and waits for nobody."""
+        """This worker needs the model no longer, and nobody is to wait for it. Sends, and waits for nobody."""
+        running.request(Quit())
         running.stop()
-        if self._job.rank == 0:
-            self._control.request(EndService(running.channel))
+        self._served.remove(running)
+        self._control.request(StopService(running.channel, self.servers))
 
     def _wait_for(self, answer: Future[Any], what: str) -> Any:
         patience_s = self._job.timeouts.connect_s
@@ -111,7 +115,9 @@ class ServerNetwork:
         loop.call(lambda: loop.end(running, error))
 
     def stop(self) -> None:
-        """Leave. Servers end when the last worker has left."""
+        """Leave. Servers end when the last worker has left. A goodbye is no death, so they are told to count without it."""
+        for running in self._served:
+            running.request(Quit())
         with contextlib.suppress(StrettoError, TimeoutError):  # without it they notice that the connection is gone
             self._control.request(LeaveServers(self.servers)).result(self._job.timeouts.leave_s)
         self._communication.stop(self._job.timeouts.leave_s)

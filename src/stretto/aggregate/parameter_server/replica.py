@@ -86,8 +86,8 @@ class RangeReplica:
                 self.weight = weight
             case Discarded(parts):
                 self._count(parts)
-            case Filled():
-                self.values = self._make_values(self._index, memoryview(payload))
+            case Filled(exported):
+                self.values = self._filled_with(memoryview(payload), exported)
                 self.filled = True
             case Admitted(worker, life, clock):
                 known = self.workers.get(worker)
@@ -101,6 +101,14 @@ class RangeReplica:
         self.sequence += 1
         clocks = [each.clock for each in self.workers.values() if each.counts]
         self.floor = max(self.floor, min(clocks, default=0))
+
+    def _filled_with(self, payload: memoryview, exported: bool) -> RangeValues:
+        """Raises `MalformedPayload` for what was not exported by such a range."""
+        if not exported:
+            return self._make_values(self._index, payload)
+        values = self._make_values(self._index, None)
+        values.install(payload)
+        return values
 
     def _count(self, parts: list[Part]) -> None:
         """Of a life that has ended meanwhile nothing is counted."""

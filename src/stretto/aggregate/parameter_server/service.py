@@ -3,13 +3,17 @@
     rank 0                                servers
     BeginService(channel, model)   -->    a `ServerMachine` on that channel
                                    <--    ServiceBegun
-    EndService(channel)            -->    it ends, and its memory is free
+    every worker
+    EndService(channel)            -->    it ends when all workers that live have said so, and its memory is free
     every worker, at its end
     WorkerLeaves                   -->    the server ends when all workers have left, or died
 
 A server process is started once in a job. Models come, are arranged anew when parameters are frozen or added, and go; each
 arrangement is a service on a channel of its own, so nothing of the last one can be taken for the next. The description of a model
 is the payload, for it may be long.
+
+Workers end a service one by one, because with servers that step they need not be at the same place: whoever releases the model
+first must not take it from the others.
 """
 
 from __future__ import annotations
@@ -19,14 +23,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
+import torch
 
 from stretto.aggregate.parameter_server.layout import RANGE_BYTES, VALUE_BYTES, RangeLayout, ServedParameter
+from stretto.aggregate.parameter_server.messages import Options
+from stretto.aggregate.parameter_server.range_state import RangeState
 from stretto.aggregate.parameter_server.replica import RangeValues
 from stretto.aggregate.parameter_server.round_sum import RoundSum
 from stretto.aggregate.parameter_server.server import ServerMachine
+from stretto.aggregate.parameter_server.shard_optimizer import OptimizerSpec
+from stretto.aggregate.parameter_server.sync_spec import SyncSpec
 from stretto.errors import ConfigurationError, JobError
 from stretto.protocol.loop import UNSENT_BYTES
 from stretto.protocol.machine import Actions, Machine, Reply, SendMessage
+from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.synchronous import Synchronous
 
 CONTROL_CHANNEL: Final = 1
@@ -36,13 +47,17 @@ log = logging.getLogger("stretto.parameter_server")
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """What servers have to know of a model, and of each other. Everybody has the same."""
+    """What servers have to know of a model, and of each other. Everybody has the same.
+
+    `optimizers`: for servers that step, by the group of the parameters; none with `Synchronous`, where workers step."""
 
     parameters: list[ServedParameter]
     servers: list[int]
     workers: list[int]
     replicas: int = 0
     range_bytes: int = RANGE_BYTES
+    sync: SyncSpec = SyncSpec()
+    optimizers: dict[str, OptimizerSpec] = {}
 
     def layout(self) -> RangeLayout:
         return RangeLayout(self.parameters, self.range_bytes)
@@ -52,6 +67,11 @@ class ServedModel(msgspec.Struct, frozen=True):
         """What may wait for one peer: the model that is pushed, and each worker's gradients on their way down a chain."""
         num_bytes = VALUE_BYTES * sum(numel for _, numel, _ in self.parameters)
         return max(UNSENT_BYTES, (len(self.workers) + 2) * num_bytes)
+
+    def fault_in(self, options: Options) -> str | None:
+        """Options that no optimizer of this model takes. Whether it is the right one is seen when they are used."""
+        faults = [spec.fault_in(options) for spec in distinct_classes(self.optimizers)]
+        return None if not faults or None in faults else faults[0]
 
 
 class BeginService(msgspec.Struct, frozen=True, tag=True):
@@ -69,6 +89,11 @@ class WorkerLeaves(msgspec.Struct, frozen=True, tag=True):
 class ServiceBegun(msgspec.Struct, frozen=True, tag=True):
     channel: int
     problem: str  # empty: none
+
+
+def distinct_classes(optimizers: dict[str, OptimizerSpec]) -> list[OptimizerSpec]:
+    """Each of those that differ in their class, once."""
+    return list({spec.name: spec for spec in optimizers.values()}.values())
 
 
 class ServiceHost(Machine):
@@ -89,6 +114,7 @@ class ServiceHost(Machine):
         self._workers = set(workers)
         self._start, self._stop, self._alone = start, stop, alone
         self._gone: set[int] = set()  # ranks that have left
+        self._users: dict[int, set[int]] = {}  # channel -> workers that have not ended the service
 
     def on_message(
         self, now: float, source: int, header: BeginService | EndService | WorkerLeaves, payload: memoryview
@@ -96,8 +122,9 @@ class ServiceHost(Machine):
         match header:
             case BeginService(channel):
                 return [SendMessage(source, ServiceBegun(channel, self._begin(channel, payload)))]
-            case EndService(channel):
-                self._stop(channel)
+            case EndService(channel) if channel in self._users:
+                self._users[channel].discard(source)
+                self._stop_unused()
             case WorkerLeaves():
                 self._end_if_alone([source])
         return ()
@@ -106,21 +133,36 @@ class ServiceHost(Machine):
         try:
             model = msgspec.msgpack.decode(payload, type=ServedModel)
             self._start(self._machine(model), channel, model)
+            self._users[channel] = set(model.workers) - self._gone
         except (msgspec.MsgspecError, ConfigurationError) as problem:
             log.warning("rank %d cannot serve what it was asked to on channel %d: %s", self._rank, channel, problem)
             return str(problem)
         return ""
 
     def _machine(self, model: ServedModel) -> ServerMachine:
-        layout = model.layout()
+        layout, sync = model.layout(), model.sync.build()
+        compensation = sync.delay_compensation if isinstance(sync, Asynchronous) else None
+        missing = sorted({each.group for each in layout.ranges} - model.optimizers.keys())
+        if not isinstance(sync, Synchronous) and missing:
+            raise ConfigurationError(f"{sync!r}: no optimizer was named for the groups {missing[:10]}, and the servers step.")
 
         def make_values(index: int, values: memoryview | None) -> RangeValues:
-            return RoundSum(layout.ranges[index].numel)
+            each = layout.ranges[index]
+            if isinstance(sync, Synchronous):
+                return RoundSum(each.numel)
+            begin = np.zeros(each.numel, np.float32) if values is None else np.frombuffer(values, np.float32).copy()
+            return RangeState(torch.from_numpy(begin), model.optimizers[each.group], delay_compensation=compensation)
 
         return ServerMachine(
-            self._rank, layout, servers=model.servers, workers=model.workers, sync=Synchronous(), make_values=make_values,
-            replicas=model.replicas,
+            self._rank, layout, servers=model.servers, workers=model.workers, sync=sync, make_values=make_values,
+            replicas=model.replicas, fault_in=model.fault_in,
         )  # fmt: skip
+
+    def _stop_unused(self) -> None:
+        for channel, users in list(self._users.items()):
+            if not users:
+                del self._users[channel]
+                self._stop(channel)
 
     def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
         self._end_if_alone(left)
@@ -128,6 +170,9 @@ class ServiceHost(Machine):
 
     def _end_if_alone(self, left: Sequence[int]) -> None:
         self._gone |= set(left)
+        for users in self._users.values():
+            users -= self._gone
+        self._stop_unused()
         if self._workers <= self._gone:
             self._alone()
 
@@ -137,6 +182,13 @@ class NewService(NamedTuple):
 
     channel: int
     model: ServedModel
+
+
+class StopService(NamedTuple):
+    """This worker needs a model no more that these servers serve. The reply is None at once."""
+
+    channel: int
+    servers: Sequence[int]
 
 
 class LeaveServers(NamedTuple):
@@ -152,16 +204,14 @@ class ServiceClient(Machine):
 
     def __init__(self) -> None:
         self._asked: dict[int, tuple[int, set[int]]] = {}  # channel -> ticket, and the servers that have not answered
-        self._servers: list[int] = []
         self._gone: set[int] = set()
 
-    def on_request(self, now: float, ticket: int, request: NewService | EndService | LeaveServers) -> Actions:
-        if isinstance(request, EndService):
-            return [*(SendMessage(server, request) for server in self._servers), Reply(ticket)]
+    def on_request(self, now: float, ticket: int, request: NewService | StopService | LeaveServers) -> Actions:
+        if isinstance(request, StopService):
+            return [*(SendMessage(server, EndService(request.channel)) for server in request.servers), Reply(ticket)]
         if isinstance(request, LeaveServers):
             return [*(SendMessage(server, WorkerLeaves()) for server in request.servers), Reply(ticket)]
         channel, model = request
-        self._servers = list(model.servers)
         waiting = {server for server in model.servers if server not in self._gone}
         self._asked[channel] = ticket, waiting
         body = msgspec.msgpack.encode(model)

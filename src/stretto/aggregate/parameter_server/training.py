@@ -62,25 +62,15 @@ class SynchronousServers(SynchronousAllReduce):
         self._meeting: Pending | None = None  # of all workers, in the round under way
         super().__init__(replace(strategy, schedule=BUCKETS) if strategy.schedule == Buckets() else strategy, job, setting)
         if job.world_size > 1:
-            self._network = _network_of(job, _servers_of(strategy).num_servers(job.world_size))
+            self._network = network_of(job, servers_of(strategy).num_servers(job.world_size))
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
-        asked = f"aggregate={strategy.aggregate!r}"
-        if strategy.compress.lossless is False:
-            raise ConfigurationError(
-                f"{asked} with compress={strategy.compress!r}: servers add up float32 values, and know of no codec.\n"
-                f"Leave compress= out, or write aggregate=AllReduce()."
-            )
-        if not isinstance(strategy.schedule, FixedOrder):
-            raise ConfigurationError(
-                f"{asked} with schedule={strategy.schedule!r}: its plan is for transfers that are all-reduces.\n"
-                f"Leave schedule= out, write Buckets(bytes=...), WaitFree() or AfterBackward(), or aggregate=AllReduce()."
-            )
+        check_answers(strategy)
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
-        _servers_of(strategy).num_servers(job.world_size)
+        servers_of(strategy).num_servers(job.world_size)
 
     def _find_group(self) -> tuple[Group, str]:
         return self._job.world, "butterfly"  # of the notes, which are small
@@ -106,13 +96,16 @@ class SynchronousServers(SynchronousAllReduce):
         if self._service is not None:
             self._network.end(self._service)
             self._service = None
+        served = [bucket for bucket in buckets if bucket.flat.dtype in SERVED_DTYPES]
+        parameters = [
+            ServedParameter(name, view.numel(), str(bucket.number)) for bucket in served for name, view in bucket.named_views
+        ]
         model = ServedModel(
-            parameters=[
-                ServedParameter(name, view.numel(), str(bucket.number)) for bucket in buckets for name, view in bucket.named_views
-            ],
+            parameters=parameters,
             servers=self._network.servers,
             workers=list(range(self._job.world_size)),
-            replicas=_servers_of(self._strategy).replicas,
+            replicas=servers_of(self._strategy).replicas,
+            range_bytes=range_bytes_for(parameters, len(self._network.servers)),
         )
         if model.parameters:
             self._service, self._clock = self._network.begin(model), 0
@@ -227,12 +220,27 @@ def _ranges_of(buckets: Sequence[ReducedBucket], model: ServedModel) -> dict[Red
     return ranges
 
 
-def _servers_of(strategy: Strategy) -> ParameterServer:
+def check_answers(strategy: Strategy) -> None:
+    """The codecs and schedules that servers know."""
+    asked = f"aggregate={strategy.aggregate!r}"
+    if strategy.compress.lossless is False:
+        raise ConfigurationError(
+            f"{asked} with compress={strategy.compress!r}: servers add up float32 values, and know of no codec.\n"
+            f"Leave compress= out, or write aggregate=AllReduce()."
+        )
+    if not isinstance(strategy.schedule, FixedOrder):
+        raise ConfigurationError(
+            f"{asked} with schedule={strategy.schedule!r}: its plan is for transfers that are all-reduces.\n"
+            f"Leave schedule= out, write Buckets(bytes=...), WaitFree() or AfterBackward(), or aggregate=AllReduce()."
+        )
+
+
+def servers_of(strategy: Strategy) -> ParameterServer:
     assert isinstance(strategy.aggregate, ParameterServer), "another way of training"
     return strategy.aggregate
 
 
-def _network_of(job: Job, num_servers: int) -> ServerNetwork:
+def network_of(job: Job, num_servers: int) -> ServerNetwork:
     """The job's, opened by the first model that needs it. All workers call it together."""
     network = job.server_networks.get(num_servers)
     if network is None:

@@ -1,0 +1,428 @@
+"""Training with servers that step: workers push gradients and pull values, and wait for each other as little as `sync=` says.
+
+    before_step        g_k of every range of this optimizer      -->    w, s <- U(w, s, g), when the rule of `sync=` is met
+                       with the options of its groups, as they are now
+    after_step         p <- w, when the rule lets this worker read
+
+The optimizer runs on the servers, its state is there, and `optimizer.step()` of the loop updates nothing itself. Gradients
+are this worker's own until they are pushed: clipping, accumulating under `no_sync` and looking at `p.grad` are as ever. There
+is no collective in the loop. One slow worker holds up nobody beyond what `sync=` says; for the same reason buffers (the
+statistics of BatchNorm) stay each worker's own, and nobody compares learning rates.
+
+Rates are those of single gradients. With `StaleSynchronous` and `Asynchronous` each of P workers' gradients is a step of its own,
+so P workers go P steps where one worker on the whole batch goes one: divide the rate, as with any asynchronous SGD. `SoftSync`
+and `BackupWorkers` step by means. `stretto.weight` counts in these means, and nowhere else.
+
+A parameter that got no gradient counts as if it had zeros: a range is updated as a whole. (Momentum and weight decay go on for
+it, where torch would leave the parameter alone.)
+
+Precision: gradients travel as float32, and values and state are kept in float32 on the servers. A parameter in half precision
+gets the rounded values; its unrounded ones stay on the servers, and in what `stretto.save` writes.
+
+With `BackupWorkers` a worker that has taken t steps waits for version t of each range, and no longer: one that has fallen behind
+goes on from the current version at once. What it pushed late was discarded.
+
+Saving. `optimizer.state_dict()` fetches the state from the servers, and `release` leaves it in the optimizer: both are torch's
+own. `stretto.save` has all workers pull what the servers have when all have come, and `stretto.load` fills them anew. What waits
+for company on a server at that time (less than one update of `SoftSync` or `BackupWorkers`) is not saved.
+
+Invariant: the values that a worker computes on are those of one version of each range, the version travels with the gradient, and
+           nobody but the servers changes them: a parameter that was written to since the last step is refused.
+Cost:      m bytes up and m down in each step; one flat copy of the model and one of its gradients in the worker's memory.
+Reference: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
+Departs:   a worker pulls as soon as it has pushed, and waits at the end of its step, where the paper pulls before the next one.
+           It is the same wait, for nothing is computed in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence, Set
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from stretto.aggregate.parameter_server import stepping_admission as admission
+from stretto.aggregate.parameter_server.client import Export, Fill, Pull, Push
+from stretto.aggregate.parameter_server.inventory import MEAN_SQUARE, VALUES, Inventory, Kept, KeptParameter, as_state
+from stretto.aggregate.parameter_server.layout import ParameterRange, range_bytes_for
+from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
+from stretto.aggregate.parameter_server.service import ServedModel
+from stretto.aggregate.parameter_server.sync_spec import SyncSpec
+from stretto.aggregate.parameter_server.training import check_answers, network_of, servers_of
+from stretto.engine.bucket import Bucket
+from stretto.engine.finite import is_finite
+from stretto.engine.training import NOBODY, Named, RoundEnd, RoundResult, Setting, TensorsByName, Training, TrainingState
+from stretto.errors import NonFiniteGradient, StrettoError, WireError
+from stretto.job import Job
+from stretto.protocol.loop import Running
+from stretto.sync.asynchronous import Asynchronous
+from stretto.sync.backup_workers import BackupWorkers
+
+if TYPE_CHECKING:
+    from stretto.strategy import Strategy
+
+AT_ONCE: Final = 8  # ranges with their optimizer state under way: the rest waits here, not in a server's memory
+
+
+@dataclass
+class Step:
+    """One optimizer's step under way, or one of whose gradients the servers have not told yet what has become of them."""
+
+    clock: int
+    ranges: Sequence[ParameterRange]
+    versions: Sequence[int]  # that the gradients were computed on
+    pushes: Sequence[Future[PushTaken]]
+    pulls: Sequence[Future[ValuesPulled]]
+    begin_ns: int
+
+
+class SteppingServers(Training[Bucket]):
+    """`ParameterServer` + `StaleSynchronous`, `Asynchronous`, `SoftSync` or `BackupWorkers` + `Replicated`."""
+
+    def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
+        super().__init__(strategy, job, setting)
+        self._strategy, self._job, self._setting = strategy, job, setting
+        self._sync: Any = strategy.sync
+        self._optimizers = setting.loop.optimizers
+        self.engaged = job.world_size > 1
+        self.no_join = (
+            f"sync={self._sync!r}: there are no rounds that a worker without data could take part in, and the servers wait for "
+            f"its gradients as the answer says"
+        )
+        self._network = network_of(job, servers_of(strategy).num_servers(job.world_size)) if self.engaged else None
+        self._service: Running | None = None
+        self._named: Sequence[Named] = ()
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._written: dict[Tensor, int] = {}  # autograd's count of writes to each parameter, after the last pull
+        self._known: TensorsByName = {}  # of a checkpoint, for the next service to begin with
+        self._unsettled: list[Step] = []
+        self._under_way: dict[int, Step] = {}  # by optimizer
+        self._broken: StrettoError | None = None
+        self._handles: list[RemovableHandle] = []
+        self._fetched: set[int] = set()  # optimizers whose state is here for the length of a `state_dict`
+        if self.engaged and (self._decays or any(p.dtype is not torch.float32 for p in setting.model.parameters())):
+            self.state_text = f"{strategy.compress!r} and sync={self._sync!r}"
+
+    @property
+    def _method(self) -> Any:
+        return self._sync.delay_compensation if isinstance(self._sync, Asynchronous) else None
+
+    @property
+    def _decays(self) -> bool:
+        return self._method is not None and self._method.decay is not None
+
+    @classmethod
+    def check_strategy(cls, strategy: Strategy) -> None:
+        check_answers(strategy)
+
+    @classmethod
+    def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
+        servers_of(strategy).num_servers(job.world_size)
+        admission.check(model, optimizers, strategy, job.world_size)
+
+    # -- what is served -----------------------------------------------------------------------------------------------
+
+    def arrange(self, dense: Sequence[Named], sparse: Sequence[Named]) -> Sequence[Bucket]:
+        """No buckets. Called again, the parameters have changed: another device is fine, other parameters are not."""
+        place = {name: number for number, (name, _) in enumerate(self._setting.model.named_parameters())}
+        named = sorted((*dense, *sparse), key=lambda each: place[each[0]])
+        if self._service is not None:
+            admission.refuse_change(self._setting.name, self._named, self._dtypes, named)
+            return ()
+        self._named, self._dtypes = named, {name: parameter.dtype for name, parameter in named}
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_state_dict_pre_hook(self._fetch_state))
+            self._handles.append(optimizer.register_state_dict_post_hook(self._drop_state))
+        self._serve()
+        return ()
+
+    def _serve(self) -> None:
+        """Have the servers begin with what this worker's model and optimizers hold. All workers call it together."""
+        assert self._network is not None
+        self._broken = None
+        self._inventory = Inventory(self._named, self._optimizers, self._method, self._known)
+        model = ServedModel(
+            parameters=self._inventory.parameters, servers=self._network.servers, workers=list(range(self._job.world_size)),
+            replicas=servers_of(self._strategy).replicas, sync=SyncSpec.of(self._sync), optimizers=self._inventory.specs,
+            range_bytes=range_bytes_for(self._inventory.parameters, len(self._network.servers)),
+        )  # fmt: skip
+        self._ranges = model.layout().ranges
+        self._bounds = _bounds_of(self._ranges)
+        self._service = self._network.begin(model)
+        self._clocks = [0] * len(self._optimizers)
+        self._versions = [0] * len(self._ranges)
+        self._flat = self._inventory.flat_values()
+        problem = self._fill() if self._job.rank == 0 else None
+        problem = self._job.gather_object(problem)[0]
+        if problem is not None:
+            raise StrettoError(f"the servers could not begin with {self._setting.name}: {problem}")
+        self._known = {}
+        for optimizer in self._optimizers:
+            optimizer.state.clear()  # it is on the servers
+        self._pull_all()
+        self._job.barrier()  # nobody pushes before all have the values that training begins with
+
+    def _fill(self) -> str | None:
+        try:
+            self._a_few_at_a_time(
+                [self._begin_with(each) for each in self._ranges], "to take the values that training begins with"
+            )
+        except StrettoError as error:
+            return str(error)
+        return None
+
+    def _begin_with(self, each: ParameterRange) -> Fill:
+        start, stop = self._bounds[each.index]
+        values = self._flat[start:stop]
+        content = self._inventory.content(each, values)
+        return Fill(each.index, values.numpy().data) if content is None else Fill(each.index, content, exported=True)
+
+    def _pull_all(self) -> None:
+        pulls = [self._pull(each, self._clocks[_optimizer_of(each)], -1) for each in self._ranges]
+        self._wait(pulls, "for the values")
+        self._take(self._ranges, pulls)
+
+    def close(self) -> None:
+        """Leaves the state of the servers in the optimizers, if they answer, and waits for no worker."""
+        for handle in self._handles:
+            handle.remove()
+        if self._network is None or self._service is None or self._job.closed:
+            return
+        with suppress(StrettoError):
+            for optimizer in self._optimizers:
+                self._fetch_state(optimizer)
+        self._end_service()
+
+    def _end_service(self) -> None:
+        assert self._network is not None and self._service is not None
+        self._network.end(self._service)
+        self._service = None
+        self._under_way.clear()
+        self._unsettled.clear()
+
+    # -- no rounds ----------------------------------------------------------------------------------------------------
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        raise AssertionError("there are no buckets")
+
+    def backward_ended(self, end: RoundEnd) -> RoundResult:
+        return RoundResult(combined=False)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer) -> Set[Tensor] | None:
+        self._job.check_usable()
+        if self._broken is not None:
+            raise self._broken
+        number = admission.number_of(optimizer, self._optimizers, self._setting.name)
+        if number in self._under_way:
+            self._finish(number)  # of a step that ended in an exception
+        entries = [each for each in self._inventory.entries if each.optimizer == number]
+        admission.check_step(optimizer, entries, self._written, self._setting, self._job.weight)
+        if self._setting.check_finite:
+            self._check_finite(entries)
+        ranges = [each for each in self._ranges if _optimizer_of(each) == number]
+        self._under_way[number] = self._begin_step(number, ranges, self._gradient(entries))
+        return NOBODY
+
+    def _check_finite(self, entries: Iterable[KeptParameter]) -> None:
+        """Of this worker: the others' gradients are never here."""
+        for each in entries:
+            if each.parameter.grad is not None and not is_finite(each.parameter.grad):
+                raise NonFiniteGradient({self._job.rank: each.name})
+
+    def _gradient(self, entries: Sequence[KeptParameter]) -> Tensor:
+        """Flat, from the first of these parameters on. New memory each time: what is pushed may have to be sent again."""
+        if not entries:
+            return torch.empty(0, dtype=torch.float32, device="cpu")
+        begin = entries[0].start
+        flat = torch.empty(entries[-1].stop - begin, dtype=torch.float32, device="cpu")
+        for each in entries:
+            part, gradient = flat[each.start - begin : each.stop - begin], each.parameter.grad
+            if gradient is None:
+                part.zero_()
+            else:
+                dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+                part.view(each.parameter.shape).copy_(dense)
+        return flat
+
+    def _begin_step(self, number: int, ranges: Sequence[ParameterRange], gradient: Tensor) -> Step:
+        assert self._service is not None
+        base, groups, clock = self._inventory.bases[number], self._optimizers[number].param_groups, self._clocks[number]
+        options = [base.options_of(group) for group in groups]
+        newer_than = clock if isinstance(self._sync, BackupWorkers) else -1
+        versions, begin = [self._versions[each.index] for each in ranges], self._bounds[ranges[0].index][0] if ranges else 0
+        begin_ns, memory = time.perf_counter_ns(), gradient.numpy()
+        pushes, pulls = [], []
+        for each, version in zip(ranges, versions, strict=True):
+            start, stop = self._bounds[each.index]
+            payload = memory[start - begin : stop - begin].data
+            group = options[int(each.group.split(".")[1])]
+            pushes.append(self._service.request(Push(each.index, clock, payload, group, version, self._job.weight)))
+            pulls.append(self._pull(each, clock + 1, newer_than))
+        self._clocks[number] += 1
+        return Step(clock, ranges, versions, pushes, pulls, begin_ns)
+
+    def _pull(self, each: ParameterRange, clock: int, newer_than: int) -> Future[ValuesPulled]:
+        assert self._service is not None
+        start, stop = self._bounds[each.index]
+        return self._service.request(Pull(each.index, clock, self._flat.numpy()[start:stop].data, newer_than))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        for number, given in enumerate(self._optimizers):
+            if given is optimizer and number in self._under_way:
+                self._finish(number)
+
+    def _finish(self, number: int) -> None:
+        step = self._under_way.pop(number)
+        self._wait([*step.pulls, *(push for push in step.pushes if push.done())], "for the values after a step")
+        self._take(step.ranges, step.pulls)
+        if (tracer := self._job.tracer) is not None:
+            num_bytes = 2 * sum(each.num_bytes for each in step.ranges)
+            names = ", ".join(each.name for each in self._inventory.entries if each.optimizer == number)
+            tracer.span("transfer", f"servers {number}", step.begin_ns, num_bytes=num_bytes, collective=names)
+        self._unsettled.append(step)
+        self._settle()
+
+    def _take(self, ranges: Iterable[ParameterRange], pulls: Iterable[Future[ValuesPulled]]) -> None:
+        """The values have come: they become those of the parameters."""
+        here = set()
+        for each, pull in zip(ranges, pulls, strict=True):
+            self._versions[each.index] = pull.result().version
+            here.add(_optimizer_of(each))
+        with torch.no_grad():
+            for entry in self._inventory.entries:
+                if entry.optimizer in here:
+                    entry.parameter.copy_(self._flat[entry.start : entry.stop].view(entry.parameter.shape))
+                    self._written[entry.parameter] = entry.parameter._version
+
+    def _settle(self) -> None:
+        """Count the staleness of steps that the servers have applied: of a step the largest of its ranges. A range that came too
+        late, or was sent twice because a server died, does not count."""
+        waiting = []
+        for step in self._unsettled:
+            if not all(push.done() for push in step.pushes):
+                waiting.append(step)
+                continue
+            taken = [push.result() for push in step.pushes]
+            stale = [each.version - 1 - read for each, read in zip(taken, step.versions, strict=True) if each.applied]
+            if stale:
+                self._job.ledger.count_round(staleness=max(stale))
+        self._unsettled = waiting
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def _wait(self, answers: Sequence[Future[Any]], what: str) -> None:
+        """Until all have come, one has failed, or it is too late."""
+        begin_ns, patience_s = time.perf_counter_ns(), self._job.timeouts.arrive_s
+        done, missing = wait(answers, patience_s, FIRST_EXCEPTION)
+        self._job.ledger.count_wait(time.perf_counter_ns() - begin_ns)
+        for answer in done:
+            if (problem := answer.exception()) is not None:
+                self._broken = (
+                    problem if isinstance(problem, StrettoError) else StrettoError(f"a request has failed: {problem!r}")
+                )
+                raise self._broken
+        if missing:
+            self._broken = self._too_late(what, patience_s)
+            assert self._network is not None and self._service is not None
+            self._network.give_up(self._service, self._broken)
+            raise self._broken
+
+    def _too_late(self, what: str, patience_s: float) -> WireError:
+        return WireError(
+            f"{self._setting.name}: rank {self._job.rank} has waited {what} for {patience_s:g} s, after "
+            f"{', '.join(map(str, self._clocks))} steps. With sync={self._sync!r} the servers do not answer before other workers "
+            f"have pushed.\nA worker is stuck, or takes fewer steps than the others: find out with py-spy dump, give all as many "
+            f"batches, or allow more time: stretto.init(timeouts=Timeouts(arrive_s=...))."
+        )
+
+    def _a_few_at_a_time(self, requests: Sequence[Fill | Export], what: str) -> list[Any]:
+        assert self._service is not None
+        results: list[Any] = []
+        for start in range(0, len(requests), AT_ONCE):
+            answers = [self._service.request(request) for request in requests[start : start + AT_ONCE]]
+            self._wait(answers, what)
+            results += [answer.result() for answer in answers]
+        return results
+
+    # -- what servers remember ----------------------------------------------------------------------------------------
+
+    def _export(self, ranges: Sequence[ParameterRange]) -> dict[str, Kept]:
+        if self._broken is not None:
+            raise self._broken
+        exported = self._a_few_at_a_time([Export(each.index) for each in ranges], "for the state of the servers")
+        return self._inventory.read(zip(ranges, exported, strict=True))
+
+    def _fetch_state(self, optimizer: Optimizer) -> None:
+        """Before `state_dict`. A state that the program has loaded stays."""
+        number = next(number for number, given in enumerate(self._optimizers) if given is optimizer)
+        if self._service is None or optimizer.state:
+            return
+        kept = self._export([each for each in self._ranges if _optimizer_of(each) == number])
+        self._fetched.add(number)
+        for entry in self._inventory.entries:
+            if entry.optimizer == number and entry.name in kept and (state := as_state(kept[entry.name], entry.parameter)):
+                optimizer.state[entry.parameter] = state
+
+    def _drop_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """After `state_dict`: whoever asked has it now."""
+        for number, given in enumerate(self._optimizers):
+            if given is optimizer and number in self._fetched:
+                self._fetched.discard(number)
+                optimizer.state.clear()
+
+    def before_save(self) -> None:
+        if self._service is not None:
+            self._pull_all()
+
+    def begin_anew(self) -> None:
+        if self._service is not None:
+            self._end_service()
+            self._serve()
+
+    def state(self) -> TrainingState:
+        """What neither the model nor `optimizer.state_dict()` holds: values in float32 of parameters that are not, and means of
+        squared gradients of delay compensation."""
+        if self.state_text is None or self._service is None:
+            return TrainingState(0, {}, {})
+        shared: TensorsByName = {}
+        kept = self._export(self._ranges)
+        for entry in self._inventory.entries:
+            wanted = [MEAN_SQUARE] if self._decays else []
+            wanted += [VALUES] if entry.parameter.dtype is not torch.float32 else []
+            found = {kind: kept[entry.name].vectors[kind] for kind in wanted if entry.name in kept}
+            if found:
+                shared[entry.name] = found
+        return TrainingState(0, {}, shared)
+
+    def check_state(self, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
+        lengths = {entry.name: entry.stop - entry.start for entry in self._inventory.entries} if self._service else {}
+        for name, kinds in saved.items():
+            for kind, value in kinds.items():
+                if name not in lengths or not isinstance(value, Tensor) or value.numel() != lengths[name]:
+                    return f"{kind} of {name!r} is not of a parameter that the servers keep"
+        return None
+
+    def load_state(self, state: TrainingState) -> None:
+        self._known = dict(state.shared)
+
+
+def _optimizer_of(each: ParameterRange) -> int:
+    return int(each.group.partition(".")[0])
+
+
+def _bounds_of(ranges: Sequence[ParameterRange]) -> list[tuple[int, int]]:
+    """Where each lies in the flat memory."""
+    bounds: list[tuple[int, int]] = []
+    for each in ranges:
+        start = bounds[-1][1] if bounds else 0
+        bounds.append((start, start + each.numel))
+    return bounds

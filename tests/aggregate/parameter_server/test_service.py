@@ -1,0 +1,158 @@
+"""Servers are told what to serve: which rule, which optimizers; and they end a service when nobody needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from stretto.aggregate.parameter_server.client import ClientMachine, Fill, Pull, Push
+from stretto.aggregate.parameter_server.layout import ServedParameter
+from stretto.aggregate.parameter_server.server import ServerMachine
+from stretto.aggregate.parameter_server.service import (
+    BeginService,
+    EndService,
+    ServedModel,
+    ServiceBegun,
+    ServiceHost,
+    WorkerLeaves,
+)
+from stretto.aggregate.parameter_server.shard_optimizer import OptimizerSpec
+from stretto.aggregate.parameter_server.sync_spec import KNOWN, SyncSpec
+from stretto.errors import ConfigurationError
+from stretto.strategy import ANSWERS
+from stretto.sync.asynchronous import Asynchronous
+from stretto.sync.backup_workers import BackupWorkers
+from stretto.sync.delay_compensation import DelayCompensation
+from stretto.sync.soft_sync import SoftSync
+from stretto.sync.stale_synchronous import StaleSynchronous
+from stretto.sync.synchronous import Synchronous
+
+SYNCS: list[Any] = [
+    Synchronous(),
+    StaleSynchronous(3),
+    Asynchronous(),
+    Asynchronous(True, DelayCompensation(0.04)),
+    Asynchronous(False, DelayCompensation(2.0, decay=0.95)),
+    SoftSync(2),
+    BackupWorkers(1),
+]
+SGD = OptimizerSpec("SGD", {"lr": 0.5})
+
+
+class Host:
+    """A server that is told things by the test."""
+
+    def __init__(self, workers: int = 2) -> None:
+        self.machines: dict[int, ServerMachine] = {}
+        self.left_alone = False
+        self.host = ServiceHost(9, range(workers), self._start, self._stop, self._alone)
+
+    def _start(self, machine: ServerMachine, channel: int, model: ServedModel) -> None:
+        self.machines[channel] = machine
+        machine.on_start(0.0)
+
+    def _stop(self, channel: int) -> None:
+        del self.machines[channel]
+
+    def _alone(self) -> None:
+        self.left_alone = True
+
+    def begin(self, model: Any, channel: int = 2) -> str:
+        body = model if isinstance(model, bytes) else msgspec.msgpack.encode(model)
+        (answer,) = self.host.on_message(0.0, 0, BeginService(channel), memoryview(body))
+        header: ServiceBegun = answer.header  # type: ignore[union-attr]
+        return header.problem
+
+    def tell(self, worker: int, header: Any) -> None:
+        self.host.on_message(0.0, worker, header, memoryview(b""))
+
+
+def model_of(sync: Any, **optimizers: OptimizerSpec) -> ServedModel:
+    return ServedModel([ServedParameter("w", 2, "g")], [9], [0, 1], sync=SyncSpec.of(sync), optimizers=optimizers)
+
+
+@pytest.mark.parametrize("sync", SYNCS, ids=repr)
+def test_an_answer_to_sync_comes_out_of_bytes_as_it_was(sync: Any) -> None:
+    body = msgspec.msgpack.encode(SyncSpec.of(sync))
+    assert msgspec.msgpack.decode(body, type=SyncSpec).build() == sync
+
+
+def test_all_answers_to_sync_are_known_to_servers() -> None:
+    assert {kind.__name__ for kind in ANSWERS["sync"]} == set(KNOWN) == {type(sync).__name__ for sync in SYNCS}
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (SyncSpec("Eventually"), "servers know Synchronous, StaleSynchronous"),
+        (SyncSpec("StaleSynchronous", -1), "a whole number of at least 0"),
+        (SyncSpec("Asynchronous", compensation=(-1.0, None)), "finite and not negative"),
+    ],
+    ids=["name", "number", "compensation"],
+)
+def test_what_is_no_answer_is_refused_and_the_server_goes_on(spec: SyncSpec, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        spec.build()
+    host = Host()
+    model = msgspec.structs.replace(model_of(Asynchronous(), g=SGD), sync=spec)
+    assert reason.partition(",")[0] in host.begin(model) and not host.machines
+    assert host.begin(model_of(Asynchronous(), g=SGD)) == "" and list(host.machines) == [2]
+
+
+def test_no_code_is_asked_for_an_optimizer_that_is_not_on_the_list() -> None:
+    model = msgspec.to_builtins(model_of(Asynchronous(), g=SGD))
+    model["optimizers"]["g"]["name"] = "os.system"
+    host = Host()
+    assert "torch's element-wise optimizers and no others" in host.begin(msgspec.msgpack.encode(model)) and not host.machines
+
+
+def test_servers_that_step_need_an_optimizer_for_each_group() -> None:
+    host = Host()
+    assert "no optimizer was named for the groups ['g']" in host.begin(model_of(SoftSync(1), other=SGD))
+    assert host.begin(model_of(Synchronous())) == ""
+
+
+def test_options_that_no_optimizer_of_the_model_takes_are_refused() -> None:
+    model = model_of(Asynchronous(), g=SGD, h=OptimizerSpec("Adam", {"lr": 0.1}))
+    assert model.fault_in({"lr": 0.1, "momentum": 0.9}) is None and model.fault_in({"betas": (0.9, 0.99)}) is None
+    assert "'speed' is not one of SGD" in str(model.fault_in({"speed": 1.0}))
+    assert model_of(Synchronous()).fault_in({"anything": 1.0}) is None
+
+
+def test_a_service_ends_when_all_workers_have_ended_it_or_have_left() -> None:
+    host = Host(workers=3)
+    model = msgspec.structs.replace(model_of(Synchronous()), workers=[0, 1, 2])
+    assert host.begin(model) == host.begin(model, 3) == ""
+    host.tell(0, EndService(2))
+    host.tell(0, EndService(2))
+    host.tell(1, EndService(2))
+    assert list(host.machines) == [2, 3]
+    host.host.on_view(0.0, [], [2], 0)
+    assert list(host.machines) == [3]
+    host.tell(0, EndService(3))
+    host.tell(1, WorkerLeaves())
+    assert not host.machines and not host.left_alone
+    host.tell(0, EndService(77))
+    host.tell(0, WorkerLeaves())
+    assert host.left_alone
+
+
+def test_the_values_that_are_served_are_stepped_by_the_optimizer_that_was_named() -> None:
+    host, model = Host(), model_of(Asynchronous(), g=SGD)
+    host.begin(model)
+    server, client = host.machines[2], ClientMachine(0, model.layout(), servers=[9])
+    found = bytearray(8)
+    requests: list[Any] = [
+        Fill(0, np.array([1, 2], np.float32).tobytes()),
+        Push(0, 0, np.array([2, 4], np.float32).tobytes(), {"lr": 0.25}, 0),
+        Pull(0, 1, found),
+    ]
+    for ticket, request in enumerate(requests):
+        for sent in client.on_request(0.0, ticket, request):
+            for answer in server.on_message(0.0, 0, sent.header, memoryview(bytes(sent.payload))):  # type: ignore[union-attr]
+                if answer.to == 0:  # type: ignore[union-attr]
+                    client.on_message(0.0, 9, answer.header, memoryview(bytes(answer.payload)))  # type: ignore[union-attr]
+    assert np.frombuffer(found, np.float32).tolist() == [0.5, 1.0]
