@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from stretto.strategy import Strategy
 
 SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what float32 can hold
-BUCKETS = Buckets(bytes=4 << 20)  # a bucket has no start-up here beyond those of its ranges, so small ones begin early
+BUCKETS = Buckets(bytes=1 << 20)  # a bucket has no start-up here beyond those of its ranges, so small ones begin early
 
 
 class SynchronousServers(SynchronousAllReduce):
