@@ -136,13 +136,13 @@ def test_parameters_that_change_later_are_refused_and_distribute_takes_them(chan
         distribute(model, optimizer, SSP, job=job)
         change(model, optimizer)
         with pytest.raises(ConfigurationError, match="since the model was distributed(.|\n)*distribute.* again on all workers"):
-            torch.autograd.backward(model(torch.ones(2, 4, dtype=model[0].weight.dtype)).sum())
+            torch.autograd.backward(model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).sum())
             optimizer.step()
         if change is _replace:
             optimizer = sgd(model.parameters())
         distribute(model, optimizer, SSP, job=job)
         optimizer.zero_grad()
-        torch.autograd.backward(model(torch.ones(2, 4, dtype=model[0].weight.dtype)).sum())
+        torch.autograd.backward(model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).sum())
         optimizer.step()
 
     run_jobs(2, program)
