@@ -32,6 +32,7 @@ from preloaded import Preloaded
 from stretto.distributing import distribute, no_sync, release
 from stretto.errors import PeerLost, WireError
 from stretto.job import Job
+from stretto.observe.trace import Tracer
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.backup_workers import BackupWorkers
 from stretto.sync.delay_compensation import DelayCompensation
@@ -164,6 +165,18 @@ def test_softsync_updates_by_means_weighted_by_stretto_weight() -> None:
     first, second = run_jobs(2, program)
     assert first == [0.0, -1.25]  # it reads before the second has come, then the mean (3 + 2) / 4
     assert second[0] == -1.25
+
+
+def test_the_trace_shows_what_travelled_and_who_waited() -> None:
+    def program(job: Job) -> list[tuple[str, int]]:
+        job.tracer = Tracer()
+        model, optimizer = start_scalar(job, StaleSynchronous(0))
+        before = len(job.tracer.spans)
+        step_by(model, optimizer, 1.0)
+        spans = job.tracer.spans[before:]
+        return sorted((span.category, span.num_bytes) for span in spans if span.category in ("transfer", "wait"))
+
+    assert run_jobs(2, program) == [[("transfer", 8), ("wait", 0)]] * 2
 
 
 def test_the_options_of_each_step_travel_with_its_gradients() -> None:

@@ -324,6 +324,8 @@ class SteppingServers(Training[Bucket]):
         begin_ns, patience_s = time.perf_counter_ns(), self._job.timeouts.arrive_s
         done, missing = wait(answers, patience_s, FIRST_EXCEPTION)
         self._job.ledger.count_wait(time.perf_counter_ns() - begin_ns)
+        if self._job.tracer is not None:
+            self._job.tracer.span("wait", what, begin_ns)
         for answer in done:
             if (problem := answer.exception()) is not None:
                 self._broken = (

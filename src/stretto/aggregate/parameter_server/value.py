@@ -18,7 +18,8 @@ class ParameterServer:
     receives P m / S and sends as much. With S = P, of which each worker's own server costs no network, every card carries
     2 m (P - 1) / P each way, as in a ring. With servers on hosts of their own a worker's card carries m each way.
 
-    Invariant: all workers end with the same bits, and so does every run: gradients are added in the order of ranks.
+    With `sync=Synchronous()` servers only add up, in the order of ranks: all workers end with the same bits, and so does every
+    run. With the other answers they step, and what is applied when depends on who comes first (`StaleSynchronous(0)` excepted).
 
     Reference: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014; Jiang et al., "A unified
     architecture for accelerating distributed DNN training in heterogeneous GPU/CPU clusters" (BytePS), OSDI 2020.
