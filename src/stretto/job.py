@@ -63,6 +63,7 @@ class Job:
         self.world_size = launch.world_size
         self.local_rank = launch.local_rank
         self.closed = False
+        self.leaves_in_order = True  # with a goodbye, and not because of an exception
         self.engines: WeakSet[Any] = WeakSet()  # of the models that train in this job
         self.threads: WeakSet[Any] = WeakSet()  # and fabrics: what has a stop() to be called before the job is left
         self.server_networks: dict[int, Any] = {}  # number of servers -> `ServerNetwork`, once a model is trained with them
@@ -193,7 +194,7 @@ class Job:
         """Leave the job. Without `goodbye` the others see a lost peer: for an exit with an exception in flight."""
         if self.closed:
             return
-        self.closed = True
+        self.closed, self.leaves_in_order = True, goodbye
         if not self.is_here:
             return  # the connections are the parent's, which goes on using them
         if goodbye:
@@ -210,7 +211,8 @@ class Job:
             if self.native is not None:
                 self.native.stop()
             if self.launch.ledger is not None:
-                write_ledger(self.launch.ledger, self.wire.bytes_sent)
+                to_servers = sum(network.bytes_sent for network in self.server_networks.values())
+                write_ledger(self.launch.ledger, self.wire.bytes_sent + to_servers)
         else:
             self.write_trace()
         if goodbye:

@@ -43,11 +43,24 @@ log = logging.getLogger("stretto.protocol")
 T = TypeVar("T")
 
 
+class _Ended(Machine):
+    """In the place of a machine that has ended: nothing is told to it."""
+
+    header_type = None
+
+    def on_message(self, now: float, source: Any, header: Any, payload: memoryview) -> Actions:
+        return ()
+
+
+_ENDED: Final = _Ended()
+
+
 class Running:
     """A machine under way on this rank. `error` says why it has ended; None while it has not."""
 
     def __init__(self, loop: Loop, machine: Machine, channel: int, unsent_bytes: int) -> None:
-        self.machine = machine  # for the loop's thread alone
+        self.name = type(machine).__name__
+        self.machine = machine  # for the loop's thread alone; gone when it has ended, with all its memory
         self.channel = channel
         self.unsent_bytes = unsent_bytes
         self.unsent: Counter[int] = Counter()  # peer -> bytes that it has not taken yet
@@ -59,7 +72,7 @@ class Running:
         self._loop = loop
 
     def __str__(self) -> str:
-        return f"{type(self.machine).__name__} on channel {self.channel}"
+        return f"{self.name} on channel {self.channel}"
 
     def request(self, request: Any) -> Future[Any]:
         """Hand a request to the machine. Wait with a deadline, `result(timeout_s)`: a machine need not ever answer."""
@@ -144,6 +157,7 @@ class Loop:
         if running.error is not None:
             return
         running.error = error
+        running.machine = _ENDED
         self._timers.forget(lambda timer: timer[0] == running.channel)
         replies, running.replies = running.replies, {}
         for reply in replies.values():

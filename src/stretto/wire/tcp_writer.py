@@ -86,7 +86,8 @@ class Writer:
                 except BlockingIOError:
                     return False
                 except OSError as error:
-                    connection.handed_over = False
+                    with connection.lock:
+                        connection.handed_over = False
                     self.broken.append((connection, error.strerror or str(error)))
                     self._notify()
                     return True

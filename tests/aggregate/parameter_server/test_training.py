@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from engine.worker import Refusing, seeded
 from preloaded import Preloaded
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.parameter_server import ParameterServer
+from stretto.aggregate.parameter_server.client import ClientMachine
 from stretto.aggregate.parameter_server.network import hosts_of_servers
+from stretto.aggregate.parameter_server.server import ServerMachine
 from stretto.compress.int8 import Int8
 from stretto.distributing import distribute, engine_of, join, release
 from stretto.errors import BackwardFailed, ConfigurationError, PeerLost, StrettoError, WireError
@@ -81,6 +85,29 @@ def test_weights_are_those_of_an_all_reduce_and_the_same_bits_in_every_run(size:
     assert all(torch.equal(a, b) for run in (*first, *again) for a, b in zip(run, first[0], strict=True))
 
 
+def test_when_a_worker_is_lost_to_the_servers_in_mid_round_nobody_gets_a_mean_without_it() -> None:
+    """The servers go on without it, and what the others pull is not everybody's sum."""
+    cut = threading.Event()
+
+    def program(job: Job) -> str:
+        model = mlp()
+        started(job, Strategy(aggregate=ParameterServer(shards=1), schedule=Buckets(bytes=64, first_bytes=64)), model)
+        hidden = model[:2](batch(job, 0))
+        if job.rank == 1:
+            assert job.more_wires is not None
+            wire: Any = job.more_wires("servers 1", 3)[1]
+            wire.kill("cut off by the test")
+            cut.set()
+        assert cut.wait(30)
+        with pytest.raises(StrettoError) as caught:
+            model[2:](hidden).square().mean().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return type(caught.value).__name__
+
+    assert run_jobs(2, program)[0] in ("IncompleteSum", "PeerLost")
+    assert cut.is_set()
+
+
 @pytest.mark.parametrize("killed", [0, 1, 2])
 def test_a_server_that_dies_in_mid_training_changes_no_bit_if_there_is_a_copy(killed: int) -> None:
     killing = threading.Event()
@@ -101,7 +128,7 @@ def test_without_a_copy_all_workers_are_told_which_parameters_are_lost() -> None
             if step == 3 and job.rank == 0:
                 kill_server(job, 0, of=1)
 
-        with pytest.raises(PeerLost, match="the last copy of range 0 of the model is gone: .*weight") as caught:
+        with pytest.raises(PeerLost, match="a server, and the last with a copy of .*weight") as caught:
             trained(job, Strategy(aggregate=ParameterServer(shards=1)), disturb)
         return str(caught.value)
 
@@ -114,6 +141,44 @@ def test_what_is_frozen_and_unfrozen_is_served_anew() -> None:
 
     ring = run_jobs(3, trained, Strategy(aggregate=AllReduce("ring")), disturb)
     assert all(close(run, ring[0]) for run in run_jobs(3, trained, TWO, disturb))
+
+
+def num_machines() -> int:
+    """That have not been freed, of the jobs of this process."""
+    gc.collect()
+    return sum(type(each) in (ServerMachine, ClientMachine) for each in gc.get_objects())
+
+
+def test_a_model_that_is_released_leaves_no_memory_on_the_servers() -> None:
+    def program(job: Job) -> int:
+        for _ in range(3):
+            model, optimizer = started(job, TWO)
+            take_step(job, model, optimizer, 0)
+            release(model)
+        job.barrier()
+        deadline = time.monotonic() + 10
+        while job.rank == 0 and num_machines() and time.monotonic() < deadline:
+            threading.Event().wait(0.05)
+        found = num_machines() if job.rank == 0 else 0
+        job.barrier()
+        return found
+
+    assert run_jobs(2, program) == [0, 0]
+
+
+def test_after_the_death_of_a_server_the_next_model_is_served_by_those_that_live() -> None:
+    def program(job: Job) -> list[Tensor]:
+        model, optimizer = started(job, TWO)
+        take_step(job, model, optimizer, 0)
+        job.barrier()
+        if job.rank == 0:
+            kill_server(job, 0, of=2)
+            while 2 not in job.server_networks[2]._wire.lost:
+                threading.Event().wait(0.01)
+        return trained(job, TWO)
+
+    found, ring = run_jobs(2, program), run_jobs(2, trained, Strategy(aggregate=AllReduce("ring")))
+    assert all(close(run, ring[0]) for run in found)
 
 
 def test_two_models_share_the_servers_and_one_that_is_released_is_served_no_longer() -> None:

@@ -396,7 +396,7 @@ class ClientMachine(Machine):
             return
         names = self.layout.ranges[route.index].names
         shown = ", ".join(repr(name) for name in names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
-        route.lost = PeerLost(route.last_dead, f"with it the last copy of range {route.index} of the model is gone: {shown}")
+        route.lost = PeerLost(route.last_dead, f"it was a server, and the last with a copy of {shown}")
         requests, route.requests = route.requests, {}
         for request in requests.values():
             self._fail(request, route.lost)

@@ -40,13 +40,14 @@ from stretto.aggregate.parameter_server.service import (
 )
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
-from stretto.errors import PeerLost, StrettoError, WireError
+from stretto.errors import JobError, PeerLost, StrettoError, WireError
 from stretto.job import Job, make_wire
 from stretto.launching import coordinator_process
 from stretto.launching import secret as secrets
 from stretto.launching.detect import Launch, own_environment
-from stretto.launching.hosts import join_address
-from stretto.launching.introduce import introduce, local_address
+from stretto.launching.hosts import host_identity, join_address
+from stretto.launching.introduce import farewell, introduce, local_address, report_ended
+from stretto.launching.introduction_messages import Ended
 from stretto.launching.rendezvous import start_coordinator
 from stretto.protocol.loop import Running
 from stretto.timeouts import Timeouts
@@ -69,9 +70,7 @@ class ServerNetwork:
         self._control = self._communication.loop.start(ServiceClient(), CONTROL_CHANNEL)
         wire.on_lost(self._on_lost)
         self._channel = FIRST_CHANNEL
-        self._served: list[Running] = []  # models that this worker has not ended
-        for process in self.processes:  # whoever waits for a child keeps it from becoming a zombie
-            threading.Thread(target=process.wait, name="stretto-server", daemon=True).start()
+        self._served: dict[int, Running] = {}  # by channel: models that this worker has not ended
 
     def _on_lost(self, lost: PeerLost) -> None:
         if lost.rank in self.servers and not self._job.closed:
@@ -79,6 +78,7 @@ class ServerNetwork:
 
     def begin(self, model: ServedModel) -> Running:
         """Have a model served. All workers call it together, with the same; each gets its own client."""
+        model = self._on_living_servers(model)
         channel = self._channel
         self._channel += 1
         problem = None
@@ -92,14 +92,25 @@ class ServerNetwork:
             raise StrettoError(problem)
         machine = ClientMachine(self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas)
         running = self._communication.loop.start(machine, channel, unsent_bytes=model.unsent_bytes)
-        self._served.append(running)
+        self._served[channel] = running
         return running
+
+    def _on_living_servers(self, model: ServedModel) -> ServedModel:
+        """All workers agree on who lives, as rank 0 has it."""
+        living = self._job.gather_object([server for server in self.servers if server not in self._wire.lost])[0]
+        if not living:
+            raise JobError(f"all {len(self.servers)} servers of this job have died. Start the job again.")
+        return msgspec.structs.replace(model, servers=living, replicas=min(model.replicas, len(living) - 1))
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._wire.bytes_sent
 
     def end(self, running: Running) -> None:
         """This worker needs the model no longer, and nobody is to wait for it. Sends, and waits for nobody."""
         running.request(Quit())
         running.stop()
-        self._served.remove(running)
+        self._served.pop(running.channel, None)
         self._control.request(StopService(running.channel, self.servers))
 
     def _wait_for(self, answer: Future[Any], what: str) -> Any:
@@ -116,7 +127,11 @@ class ServerNetwork:
 
     def stop(self) -> None:
         """Leave. Servers end when the last worker has left. A goodbye is no death, so they are told to count without it."""
-        for running in self._served:
+        if not self._job.leaves_in_order:
+            self._communication.stop(self._job.timeouts.leave_s)
+            self._wire.abandon()
+            return
+        for running in list(self._served.values()):
             running.request(Quit())
         with contextlib.suppress(StrettoError, TimeoutError):  # without it they notice that the connection is gone
             self._control.request(LeaveServers(self.servers)).result(self._job.timeouts.leave_s)
@@ -158,14 +173,21 @@ def _threads(job: Job, mine: Sequence[int], num_servers: int) -> Wire:
 
 def _processes(job: Job, mine: Sequence[int], num_servers: int) -> tuple[Wire, list[subprocess.Popen[bytes]]]:
     launch = _launch_of_all(job, num_servers)
-    environ = coordinator_process.importing_stretto(own_environment())
+    # A module in the working directory must not hide one that a server needs.
+    environ = coordinator_process.importing_stretto(own_environment()) | {"PYTHONSAFEPATH": "1"}
     timeouts = dataclasses.replace(job.timeouts, meet_s=job.timeouts.connect_s)  # all are started here and now
-    processes = [_start_process(launch, rank, job, timeouts, environ) for rank in mine]
-    wire = make_wire(launch, timeouts, "auto")
+    processes: list[subprocess.Popen[bytes]] = []
+    wire, met = make_wire(launch, timeouts, "auto"), threading.Event()
     try:
+        for rank in mine:
+            processes.append(_start_process(launch, rank, job, timeouts, environ))
+            threading.Thread(target=_attend, args=(processes[-1], launch, rank, met), name="stretto-server", daemon=True).start()
         table = introduce(launch, wire.address, timeouts)
         wire.connect(table.peers, table.nonce)
+        met.set()
+        farewell(launch)  # the coordinator has done its work
     except BaseException:
+        met.set()
         wire.abandon()
         for process in processes:
             process.kill()
@@ -173,16 +195,29 @@ def _processes(job: Job, mine: Sequence[int], num_servers: int) -> tuple[Wire, l
     return wire, processes
 
 
+def _attend(process: subprocess.Popen[bytes], launch: Launch, rank: int, met: threading.Event) -> None:
+    """Wait for a child, so that it does not become a zombie. If it ends before all have met, nobody is to wait for it."""
+    code = process.wait()
+    if not met.is_set():
+        how = f"is a server process, which ended with code {code} while it was starting; its output says why"
+        report_ended(launch, [Ended(rank, rank, host_identity(), process.pid, 0, how)])
+
+
 def _launch_of_all(job: Job, num_servers: int) -> Launch:
     """This worker's place among workers and servers. Rank 0 starts the coordinator; the secret is made of the job's."""
     assert job.launch.secret is not None, "a job of several workers has a secret"
     secret = secrets.derive(job.launch.secret, f"servers {num_servers}")
-    size, address = job.world_size + num_servers, None
+    size, address, problem = job.world_size + num_servers, "", ""
     if job.rank == 0:
-        ip, _ = local_address(job.launch)
-        deadline = time.monotonic() + job.timeouts.connect_s
-        address = start_coordinator(join_address(ip, 0), size, secret, job.launch.encrypt, deadline)
-    address = job.gather_object(address)[0]
+        try:
+            ip, _ = local_address(job.launch)
+            deadline = time.monotonic() + job.timeouts.connect_s
+            address = start_coordinator(join_address(ip, 0), size, secret, job.launch.encrypt, deadline)
+        except (JobError, OSError) as error:
+            problem = f"rank 0 could not start the coordinator at which workers and servers meet: {error}"
+    address, problem = job.gather_object([address, problem])[0]
+    if problem:
+        raise JobError(problem)
     on_one_host = len({peer.host for peer in job.peers}) == 1
     return dataclasses.replace(
         job.launch, world_size=size, local_world_size=size if on_one_host else job.launch.local_world_size, rendezvous=address,

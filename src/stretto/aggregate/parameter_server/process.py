@@ -1,7 +1,8 @@
 """A server as a process: python -m stretto.aggregate.parameter_server.process, with its place as JSON on standard input.
 
-It joins workers and other servers, serves what it is told to (`service.py`), and ends when the last worker has left, in order or
-not. One thread of torch's and NumPy's does the work: there are as many servers as it takes.
+It joins workers and other servers, serves what it is told to (`service.py`), and ends when the last worker has left, in order
+or not; or when something fails in it, so that copies elsewhere are served. One thread of torch's and NumPy's does the work: there
+are as many servers as it takes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
 from stretto.job import make_wire
 from stretto.launching.detect import Launch
-from stretto.launching.introduce import introduce
+from stretto.launching.introduce import farewell, introduce
 from stretto.protocol.loop import Running
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
@@ -64,14 +65,18 @@ def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts) -> None:
             services.pop(channel).stop()
 
     host = communication.loop.start(ServiceHost(wire.rank, workers, start, stop, alone.set), CONTROL_CHANNEL)
-    while not alone.wait(1.0) and host.error is None:
+    while not alone.wait(0.25) and host.error is None and all(service.error is None for service in list(services.values())):
         pass
     communication.stop(timeouts.leave_s)
-    wire.close()
+    if alone.is_set():
+        wire.close()
+    else:
+        wire.abandon()  # whoever waits for it shall know that it has died, and go to a copy
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, whom servers follow
+    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the workers, whom servers follow
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     place = msgspec.json.decode(sys.stdin.buffer.read(MOST_BYTES), type=ServerPlace)
     timeouts = place.timeouts
@@ -87,6 +92,7 @@ def main() -> None:
     except BaseException:
         wire.abandon()
         raise
+    farewell(launch)  # the coordinator has done its work
     serve(wire, range(place.workers), timeouts)
 
 

@@ -32,6 +32,7 @@ from stretto.aggregate.all_reduce.exchange import UnderWay
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.parameter_server.client import Pull, Push
 from stretto.aggregate.parameter_server.layout import ServedParameter, range_bytes_for
+from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
 from stretto.aggregate.parameter_server.network import ServerNetwork, open_network
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.value import ParameterServer
@@ -39,7 +40,7 @@ from stretto.collectives.group import Group
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import InProgress, Pending
 from stretto.engine.training import Named, RoundEnd, RoundResult, Setting
-from stretto.errors import ConfigurationError, StrettoError, WireError
+from stretto.errors import ConfigurationError, PeerLost, StrettoError, WireError
 from stretto.job import Job
 from stretto.protocol.loop import Running
 from stretto.schedule.orders import Buckets, FixedOrder
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from stretto.strategy import Strategy
 
 SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what float32 can hold
+LOSS_S = 2.0  # between two ways to find out that a worker has died
 BUCKETS = Buckets(bytes=1 << 20)  # a bucket has no start-up here beyond those of its ranges, so small ones begin early
 
 
@@ -116,6 +118,7 @@ class SynchronousServers(SynchronousAllReduce):
         super().close()
         if self._network is not None and self._service is not None and not self._job.closed:
             self._network.end(self._service)
+            self._service = None
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -150,7 +153,7 @@ class SynchronousServers(SynchronousAllReduce):
             part = memory[start:stop].data
             answers.append(service.request(Push(index, self._clock, part, {}, 0)))
             answers.append(service.request(Pull(index, self._clock + 1, part)))
-        return Answers(answers)
+        return Answers(answers, self._job.world_size)
 
     def _wait(self, buckets: Sequence[ReducedBucket]) -> None:
         if self._meeting is not None:
@@ -161,7 +164,18 @@ class SynchronousServers(SynchronousAllReduce):
                 raise
         if self._service is not None:
             self._give_up_late(buckets)
-        super()._wait(buckets)
+        try:
+            super()._wait(buckets)
+        except IncompleteSum as incomplete:
+            raise self._whoever_is_lost() or incomplete from None
+
+    def _whoever_is_lost(self) -> PeerLost | None:
+        """The worker that has left the servers has most likely died: then the job finds out at about the same time."""
+        lost = {} if self._job.wire is None else self._job.wire.lost
+        deadline = time.monotonic() + LOSS_S
+        while not lost and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return next(iter(lost.values()), None)
 
     def _end_service(self, error: WireError) -> None:
         """What servers will not answer fails with this error, now and in all later rounds: workers are not in the same round."""
@@ -187,18 +201,23 @@ class SynchronousServers(SynchronousAllReduce):
         )
 
 
-class Answers(InProgress):
-    """Several answers of servers; done when all have come, with the first error if there was one."""
+class IncompleteSum(WireError):
+    """The sum of a round is not that of all workers."""
 
-    def __init__(self, answers: Sequence[Future[Any]]) -> None:
+
+class Answers(InProgress):
+    """Several answers of servers in a round; done when all have come, with the first error if there was one."""
+
+    def __init__(self, answers: Sequence[Future[Any]], num_workers: int) -> None:
         super().__init__()
         self._missing = len(answers)
+        self._num_workers = num_workers
         self._first_error: StrettoError | None = None
         for answer in answers:
             answer.add_done_callback(self._came)
 
     def _came(self, answer: Future[Any]) -> None:
-        problem = answer.exception()
+        problem = answer.exception() or self._missing_in(answer.result())
         with self._lock:
             self._missing -= 1
             is_last = self._missing == 0
@@ -208,6 +227,16 @@ class Answers(InProgress):
                 self._first_error = self._first_error or StrettoError(f"a request to a server has failed: {problem!r}")
         if is_last:
             self.finish(self._first_error)
+
+    def _missing_in(self, answer: PushTaken | ValuesPulled) -> IncompleteSum | None:
+        """Servers wait for nobody that has left, and a mean without somebody would be wrong."""
+        if isinstance(answer, ValuesPulled) and answer.weight != self._num_workers:
+            return IncompleteSum(
+                f"the servers have the gradients of {answer.weight:g} of {self._num_workers} workers: one has left"
+            )
+        if isinstance(answer, PushTaken) and answer.applied is False:
+            return IncompleteSum("the servers have gone on without this worker's gradients, for they have lost it")
+        return None
 
 
 def _ranges_of(buckets: Sequence[ReducedBucket], model: ServedModel) -> dict[ReducedBucket, list[tuple[int, int, int]]]:
