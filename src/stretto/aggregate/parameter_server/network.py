@@ -186,11 +186,16 @@ def _processes(job: Job, mine: Sequence[int], num_servers: int) -> tuple[Wire, l
         wire.connect(table.peers, table.nonce)
         met.set()
         farewell(launch)  # the coordinator has done its work
-    except BaseException:
+    except BaseException as error:
         met.set()
         wire.abandon()
         for process in processes:
             process.kill()
+        if isinstance(error, JobError):
+            first = job.world_size
+            raise JobError(
+                f"the servers, which are ranks {first} to {first + num_servers - 1} here, did not start: {error}"
+            ) from error
         raise
     return wire, processes
 
@@ -199,7 +204,7 @@ def _attend(process: subprocess.Popen[bytes], launch: Launch, rank: int, met: th
     """Wait for a child, so that it does not become a zombie. If it ends before all have met, nobody is to wait for it."""
     code = process.wait()
     if not met.is_set():
-        how = f"is a server process, which ended with code {code} while it was starting; its output says why"
+        how = f"exited with code {code}"
         report_ended(launch, [Ended(rank, rank, host_identity(), process.pid, 0, how)])
 
 

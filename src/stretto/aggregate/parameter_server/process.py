@@ -7,6 +7,7 @@ are as many servers as it takes.
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -29,6 +30,7 @@ from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
 
 MOST_BYTES: Final = 1 << 16  # of standard input
+LOOK_EVERY_S: Final = 0.25
 
 log = logging.getLogger("stretto.parameter_server")
 
@@ -53,7 +55,7 @@ class ServerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts) -> None:
     """Serve on a wire until the last worker has left it."""
-    alone = threading.Event()
+    alone, ended = threading.Event(), threading.Event()
     communication = CommunicationThread(Communicator(wire, timeouts))
     services: dict[int, Running] = {}
 
@@ -63,10 +65,13 @@ def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts) -> None:
     def stop(channel: int) -> None:
         if channel in services:
             services.pop(channel).stop()
+            ended.set()
 
     host = communication.loop.start(ServiceHost(wire.rank, workers, start, stop, alone.set), CONTROL_CHANNEL)
-    while not alone.wait(0.25) and host.error is None and all(service.error is None for service in list(services.values())):
-        pass
+    while not alone.wait(LOOK_EVERY_S) and host.error is None and all(each.error is None for each in list(services.values())):
+        if ended.is_set():
+            ended.clear()
+            gc.collect()  # the parts of a machine know each other, and Python looks for such garbage where much is made
     communication.stop(timeouts.leave_s)
     if alone.is_set():
         wire.close()
