@@ -192,10 +192,8 @@ def _processes(job: Job, mine: Sequence[int], num_servers: int) -> tuple[Wire, l
         for process in processes:
             process.kill()
         if isinstance(error, JobError):
-            first = job.world_size
-            raise JobError(
-                f"the servers, which are ranks {first} to {first + num_servers - 1} here, did not start: {error}"
-            ) from error
+            ranks = f"{job.world_size} to {job.world_size + num_servers - 1}"
+            raise JobError(f"the servers, which are ranks {ranks} here, did not start: {error}") from error
         raise
     return wire, processes
 
