@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,7 @@ from stretto.launching.output import STDOUT, Lines, Screen, prefix_of, wants_col
 
 _OVERDUE_S = 0.5
 _FLUSH_S = 2.0
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PLAIN = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
 _hosts = typer.Typer(**_PLAIN)  # type: ignore[arg-type]
 _links = typer.Typer(help="Change a link of a running lab.", **_PLAIN)  # type: ignore[arg-type]
@@ -104,8 +105,11 @@ def set_rate(
 def _run(made: Lab, command: list[str], workers: int, output: _HostOutput) -> int:
     """Run to the end; the exit code of the worker that failed first."""
     before = made.counters()
-    job = made.start(command, workers=workers, sink=output)
     try:
+        with _signals_noted() as asked:  # what is half started could not be asked to end
+            job = made.start(command, workers=workers, sink=output)
+        if asked:
+            raise _AskedToEnd(asked[0])
         while not job.over_within(_OVERDUE_S):
             output.show_overdue()
             if output.unread:
@@ -135,15 +139,29 @@ def _signals_raise() -> Iterator[None]:
     def end(signum: int, frame: FrameType | None) -> None:
         raise _AskedToEnd(signum)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(signum, end) for signum in numbers]
     try:
-        yield
+        with _handled_by(end):
+            yield
     except _AskedToEnd as ended:
         raise typer.Exit(128 + ended.signum) from None
+
+
+@contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """They interrupt nothing meanwhile; which ones have come."""
+    asked: list[int] = []
+    with _handled_by(lambda signum, frame: asked.append(signum)):
+        yield asked
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    before = [signal.signal(signum, handler) for signum in _ENDING]
+    try:
+        yield
     finally:
-        for signum, handler in zip(numbers, before, strict=True):
-            signal.signal(signum, handler)
+        for signum, former in zip(_ENDING, before, strict=True):
+            signal.signal(signum, former)
 
 
 class _HostOutput:
