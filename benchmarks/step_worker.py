@@ -199,6 +199,8 @@ def _warm_up(job: Job, contenders: list[TrainedModel], batch: Tensor) -> int:
 
 
 def _check_equal(job: Job, contenders: list[TrainedModel]) -> None:
+    for each in contenders:
+        each.settle()
     first, *others = (each for each in contenders if each.name != BARRIER)
     for each in others:
         pairs = zip(first.core.parameters(), each.core.parameters(), strict=True)

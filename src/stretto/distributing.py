@@ -92,13 +92,15 @@ def distribute(
     except ConfigurationError as refused:
         problem = refused
     admit(job, problem)
+    former = find_engine(model)
+    if former is not None and former.job is job:
+        former.training.before_release()
     if job.world_size > 1:
         options = {"check_finite": check_finite, "buffers": buffers, "scaler": scaler is not None, "profile": profile is not None}
         agree(job, unwrapped(model), optimizers, chosen, options)
         copy_model(job, model)
         for each in optimizers:
             share_optimizer(job, each)
-    former = find_engine(model)
     if former is not None:
         release(model)
     engine = Engine(
@@ -116,7 +118,9 @@ def distribute(
         engine.loop.backwards |= former.loop.backwards  # what was accumulated is still in p.grad, and still to be combined
         then, now = former.training, engine.training
         if now.state_text is not None and (then.state_text, then.placement) == (now.state_text, now.placement):
-            engine.training.load_state(former.training.state())
+            now.load_state(then.state())
+            now.before_release()
+            now.begin_anew()
     return model, optimizer
 
 

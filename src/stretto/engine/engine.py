@@ -110,7 +110,12 @@ class Engine:
         self.attached: list[RemovableHandle] = []  # what others have put onto the model and its optimizers for this engine
         if self.engaged:
             watch_all_optimizers()
-            self._lay_out()
+            try:
+                self._lay_out()
+            except BaseException:
+                take_off(self._hooks)
+                self.training.close()
+                raise
             self._hooks.append(model.register_forward_pre_hook(ForwardHook(self._before_forward)))
             self._hooks.append(model.register_forward_hook(ForwardHook(self._after_forward)))
         elif check_finite:  # in a job of one nothing is combined, but what was asked to be checked is

@@ -33,6 +33,7 @@ from stretto.engine import misuse
 from stretto.job import Job
 
 MOST_FRAMES = 8  # from GradScaler.step to the hook that looks for it there are 3 to 5
+MOST_STEPS = 64  # entries of the list of steps since the last round
 _MAYBE_STEP = getattr(torch.amp.GradScaler, "_maybe_opt_step", torch.amp.GradScaler.step)  # private, so it may go one day
 _SCALER_STEPS = (torch.amp.GradScaler.step.__code__, _MAYBE_STEP.__code__)
 
@@ -78,6 +79,11 @@ class LoopState:
         if self._steps and self._steps[-1][0] == name:
             self._steps[-1][1] += 1
         else:
+            if len(self._steps) >= MOST_STEPS:  # without rounds nothing else ends the list
+                totals: dict[str, int] = {}
+                for each, times in self._steps:
+                    totals[each] = totals.get(each, 0) + times
+                self._steps = [[each, times] for each, times in totals.items()]
             self._steps.append([name, 1])
 
     def is_second_step(self, optimizer: Optimizer) -> bool:

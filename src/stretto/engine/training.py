@@ -211,6 +211,10 @@ class Training(ABC, Generic[B]):
         """All workers are in `stretto.save`, and none takes a step before it has ended: bring the parameters up to date. May
         wait, and must begin no collective."""
 
+    def before_release(self) -> None:
+        """The model is being distributed anew, on all workers, and none takes a step before it is: what this keeps elsewhere
+        comes back into the model and its optimizers. May wait, and must begin no collective."""
+
     def begin_anew(self) -> None:
         """`stretto.load` has replaced the model, its optimizers and, where `load_state` was called, what this remembers, on all
         workers: whoever else keeps them takes them over. May communicate."""

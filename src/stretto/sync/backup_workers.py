@@ -12,7 +12,7 @@ Invariant: each update is the mean of exactly N gradients, all of one step: stal
 Reference: Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting distributed synchronous SGD", arXiv:1604.00981. It has b at about
            4 to 5 % of the workers.
 Departs:   a worker takes as many steps as its loop says, where theirs go on until the model has had so many. One that has fallen
-           behind goes on from the current version without waiting, and may give two of the N gradients of an update.
+           behind goes on from the current version without waiting; of two gradients for one version the second is discarded.
 Limits:    a worker that is always late never counts, and neither does its data: let every worker draw from all of it.
 """
 

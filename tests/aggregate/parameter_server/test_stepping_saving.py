@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +217,60 @@ def test_workers_that_are_not_at_the_same_step_cannot_save(tmp_path: Path) -> No
             save(tmp_path / "checkpoint", model, optimizer, job=job)
 
     run_jobs(2, program)
+
+
+@pytest.mark.parametrize(("sync", "dtype"), [(Asynchronous(), torch.float32), (StaleSynchronous(3), torch.bfloat16)], ids=str)
+def test_distributing_anew_in_mid_training_changes_nothing(sync: Any, dtype: torch.dtype) -> None:
+    """Rank 1 is the last to push, and what it has pushed is not lost, nor are float32 values of less precise parameters."""
+
+    def program(job: Job, anew: bool) -> list[Tensor]:
+        model = mlp().to(dtype)
+        optimizer = sgd(model.parameters())
+        distribute(model, optimizer, strategy(sync), job=job)
+        for number in range(4):
+            for turn in range(job.world_size):
+                train(job, model, optimizer, [number] if job.rank == turn else ())
+                job.barrier()
+                if turn == 0:  # what rank 1 pushes after it, rank 0 has not seen when it distributes the model anew
+                    engine_of(model).training.before_save()
+                job.barrier()
+            if anew:
+                distribute(model, optimizer, strategy(sync), job=job)
+            else:
+                engine_of(model).training.before_save()
+                job.barrier()
+        return values_of(model)
+
+    plain, again = run_jobs(2, program, False), run_jobs(2, program, True)
+    assert all(same(run, plain[0]) for run in (*plain, *again))
+
+
+def test_state_of_a_frozen_parameter_stays_in_the_optimizer() -> None:
+    def program(job: Job) -> tuple[int, int]:
+        model = mlp()
+        optimizer = adam(model.parameters())
+        distribute(model, optimizer, strategy(Asynchronous()), job=job)
+        train(job, model, optimizer, [0])
+        model[0].weight.requires_grad_(False)
+        distribute(model, optimizer, strategy(Asynchronous()), job=job)
+        train(job, model, optimizer, [1])
+        return len(optimizer.state_dict()["state"]), len(optimizer.state)
+
+    assert run_jobs(2, program) == [(4, 1)] * 2
+
+
+def test_a_model_that_is_dropped_is_served_no_longer() -> None:
+    def program(job: Job) -> int:
+        for _ in range(3):
+            model = mlp()
+            optimizer = sgd(model.parameters())
+            distribute(model, optimizer, strategy(Asynchronous()), job=job)
+            train(job, model, optimizer, [0])
+            job.barrier()
+            del model, optimizer
+        deadline = time.monotonic() + 10  # of several threads that collect at once only one does
+        while job.server_networks[2]._served and time.monotonic() < deadline:
+            gc.collect()
+        return len(job.server_networks[2]._served)
+
+    assert max(run_jobs(2, program)) == 0

@@ -52,6 +52,7 @@ class ConsistencyRule(ABC):
     """See the module's text. The defaults are those of most."""
 
     sums = False  # the sum is handed out, and the workers step; else a mean is applied here
+    one_of_each = False  # no worker has two gradients in an update: the second one is discarded
     remembers_readers = False  # delay compensation: what each worker has read is part of the state
 
     def takes(self, clock: int, min_clock: float, version_read: int, version: int) -> bool:
@@ -145,8 +146,9 @@ class SoftRounds(ConsistencyRule):
 
 @dataclass(frozen=True)
 class FirstOfAll(ConsistencyRule):
-    """`BackupWorkers`."""
+    """`BackupWorkers`. A worker that is behind goes on at once, and may compute on a version twice: it counts once."""
 
+    one_of_each = True
     wanted: int
 
     def takes(self, clock: int, min_clock: float, version_read: int, version: int) -> bool:

@@ -207,6 +207,7 @@ class RangeHead:
         if clock < self._received[source]:
             return
         is_taken = self._rule.takes(clock, self._slowest(), push.version_read, self.replica.version)
+        is_taken &= not (self._rule.one_of_each and any(part.worker == source for part in self._gathered))
         self._received[source] = clock + 1
         if not is_taken:
             self._change(Discarded([Part(source, push.life, clock, push.version_read)]), b"")

@@ -175,7 +175,9 @@ def _joined(parts: Sequence[tuple[Kept, ParameterSlice]], name: str) -> np.ndarr
     pieces = []
     for kept, piece in parts:
         vector = kept.vectors.get(name)
-        pieces.append(torch.zeros(piece.stop - piece.start) if vector is None else vector.reshape(-1)[piece.start : piece.stop])
+        if vector is None:
+            vector = torch.zeros(piece.stop, dtype=torch.float32, device="cpu")
+        pieces.append(vector.reshape(-1)[piece.start : piece.stop])
     joined: np.ndarray[Any, np.dtype[np.float32]] = torch.cat(pieces).to(torch.float32).numpy()
     return joined
 

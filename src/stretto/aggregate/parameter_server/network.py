@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Final
@@ -76,8 +77,8 @@ class ServerNetwork:
         if lost.rank in self.servers and not self._job.closed:
             log.warning("rank %d has lost server %d: %s", self._job.rank, lost.rank - self.servers[0], lost)
 
-    def begin(self, model: ServedModel) -> Running:
-        """Have a model served. All workers call it together, with the same; each gets its own client."""
+    def begin(self, model: ServedModel, owner: object) -> Running:
+        """Have a model served. All workers call it together, with the same; each gets a client. It ends with its `owner`."""
         model = self._on_living_servers(model)
         channel = self._channel
         self._channel += 1
@@ -93,6 +94,7 @@ class ServerNetwork:
         machine = ClientMachine(self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas)
         running = self._communication.loop.start(machine, channel, unsent_bytes=model.unsent_bytes)
         self._served[channel] = running
+        weakref.finalize(owner, self.end, running).atexit = False
         return running
 
     def _on_living_servers(self, model: ServedModel) -> ServedModel:
@@ -108,9 +110,10 @@ class ServerNetwork:
 
     def end(self, running: Running) -> None:
         """This worker needs the model no longer, and nobody is to wait for it. Sends, and waits for nobody."""
+        if self._served.pop(running.channel, None) is None:
+            return
         running.request(Quit())
         running.stop()
-        self._served.pop(running.channel, None)
         self._control.request(StopService(running.channel, self.servers))
 
     def _wait_for(self, answer: Future[Any], what: str) -> Any:

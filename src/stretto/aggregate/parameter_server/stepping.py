@@ -36,10 +36,10 @@ Departs:   a worker pulls as soon as it has pushed, and waits at the end of its 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -69,6 +69,9 @@ if TYPE_CHECKING:
     from stretto.strategy import Strategy
 
 AT_ONCE: Final = 8  # ranges with their optimizer state under way: the rest waits here, not in a server's memory
+
+
+log = logging.getLogger("stretto.parameter_server")
 
 
 @dataclass
@@ -107,6 +110,7 @@ class SteppingServers(Training[Bucket]):
         self._broken: StrettoError | None = None
         self._handles: list[RemovableHandle] = []
         self._fetched: set[int] = set()  # optimizers whose state is here for the length of a `state_dict`
+        self._left: TrainingState | None = None  # what was remembered, once the model and the optimizers hold the rest again
         if self.engaged and (self._decays or any(p.dtype is not torch.float32 for p in setting.model.parameters())):
             self.state_text = f"{strategy.compress!r} and sync={self._sync!r}"
 
@@ -146,7 +150,7 @@ class SteppingServers(Training[Bucket]):
     def _serve(self) -> None:
         """Have the servers begin with what this worker's model and optimizers hold. All workers call it together."""
         assert self._network is not None
-        self._broken = None
+        self._broken = self._left = None
         self._inventory = Inventory(self._named, self._optimizers, self._method, self._known)
         model = ServedModel(
             parameters=self._inventory.parameters, servers=self._network.servers, workers=list(range(self._job.world_size)),
@@ -155,7 +159,7 @@ class SteppingServers(Training[Bucket]):
         )  # fmt: skip
         self._ranges = model.layout().ranges
         self._bounds = _bounds_of(self._ranges)
-        self._service = self._network.begin(model)
+        self._service = self._network.begin(model, self)
         self._clocks = [0] * len(self._optimizers)
         self._versions = [0] * len(self._ranges)
         self._flat = self._inventory.flat_values()
@@ -165,7 +169,7 @@ class SteppingServers(Training[Bucket]):
             raise StrettoError(f"the servers could not begin with {self._setting.name}: {problem}")
         self._known = {}
         for optimizer in self._optimizers:
-            optimizer.state.clear()  # it is on the servers
+            self._clear_state(optimizer)  # it is on the servers
         self._pull_all()
         self._job.barrier()  # nobody pushes before all have the values that training begins with
 
@@ -195,10 +199,24 @@ class SteppingServers(Training[Bucket]):
             handle.remove()
         if self._network is None or self._service is None or self._job.closed:
             return
-        with suppress(StrettoError):
-            for optimizer in self._optimizers:
-                self._fetch_state(optimizer)
+        try:
+            if self._left is None:
+                for optimizer in self._optimizers:
+                    self._fetch_state(optimizer)
+        except StrettoError as problem:
+            log.warning("the optimizer's state of %s is lost with the servers that kept it: %s", self._setting.name, problem)
         self._end_service()
+
+    def before_release(self) -> None:
+        """Values and state as the servers have them, now that nobody pushes; but not where the program has written its own."""
+        if self._service is None:
+            return
+        if all(self._written.get(parameter) == parameter._version for _, parameter in self._named):
+            self._pull_all()
+        self._left = self.state()
+        for optimizer in self._optimizers:
+            self._fetch_state(optimizer)
+        self._fetched.clear()  # it stays, beyond a `state_dict`
 
     def _end_service(self) -> None:
         assert self._network is not None and self._service is not None
@@ -366,7 +384,7 @@ class SteppingServers(Training[Bucket]):
     def _fetch_state(self, optimizer: Optimizer) -> None:
         """Before `state_dict`. A state that the program has loaded stays."""
         number = next(number for number, given in enumerate(self._optimizers) if given is optimizer)
-        if self._service is None or optimizer.state:
+        if self._service is None or any(optimizer.state.get(each.parameter) for each in self._inventory.entries):
             return
         kept = self._export([each for each in self._ranges if _optimizer_of(each) == number])
         self._fetched.add(number)
@@ -379,7 +397,12 @@ class SteppingServers(Training[Bucket]):
         for number, given in enumerate(self._optimizers):
             if given is optimizer and number in self._fetched:
                 self._fetched.discard(number)
-                optimizer.state.clear()
+                self._clear_state(optimizer)
+
+    def _clear_state(self, optimizer: Optimizer) -> None:
+        """Of what the servers keep. Parameters that are frozen have theirs here."""
+        for each in self._inventory.entries:
+            optimizer.state.pop(each.parameter, None)
 
     def before_save(self) -> None:
         if self._service is not None:
@@ -393,6 +416,8 @@ class SteppingServers(Training[Bucket]):
     def state(self) -> TrainingState:
         """What neither the model nor `optimizer.state_dict()` holds: values in float32 of parameters that are not, and means of
         squared gradients of delay compensation."""
+        if self._left is not None:
+            return self._left
         if self.state_text is None or self._service is None:
             return TrainingState(0, {}, {})
         shared: TensorsByName = {}

@@ -108,7 +108,7 @@ def check_step(
     for name, parameter in setting.model.named_parameters():
         if parameter in places and parameter.requires_grad and parameter not in served:
             raise _changed(setting.name, name)
-    if optimizer.state:
+    if any(optimizer.state.get(each.parameter) for each in entries):
         raise _written(setting.name, f"{type(optimizer).__name__} was given a state")
     scaler = setting.loop.scaler
     if scaler is not None and scaler.is_enabled():

@@ -110,7 +110,7 @@ class SynchronousServers(SynchronousAllReduce):
             range_bytes=range_bytes_for(parameters, len(self._network.servers)),
         )
         if model.parameters:
-            self._service, self._clock = self._network.begin(model), 0
+            self._service, self._clock = self._network.begin(model, self), 0
         self._ranges = _ranges_of(buckets, model)
         return buckets
 
