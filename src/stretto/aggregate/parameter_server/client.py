@@ -403,7 +403,7 @@ class ClientMachine(Machine):
 
 
 def _key_of(answer: ServedAnswer) -> RequestKey:
-    """Of the request that it answers."""
+    """The key of the request that this answers."""
     match answer:
         case PushTaken(clock=clock):
             return PushGradient.__name__, clock

@@ -251,7 +251,7 @@ class RangeHead:
     # -- updates ------------------------------------------------------------------------------------------------------
 
     def _clocks(self) -> list[int]:
-        """Of the workers that count."""
+        """The clocks of the workers that count."""
         return [self._received[worker] for worker, each in self.replica.workers.items() if each.counts]
 
     def _slowest(self) -> float:

@@ -111,7 +111,7 @@ class RangeReplica:
         return values
 
     def _count(self, parts: list[Part]) -> None:
-        """Of a life that has ended meanwhile nothing is counted."""
+        """Nothing is counted for a life that has ended meanwhile."""
         for worker, life, clock, _ in parts:
             if (known := self.workers.get(worker)) is not None and known.life == life:
                 self.workers[worker] = known._replace(clock=max(known.clock, clock + 1))

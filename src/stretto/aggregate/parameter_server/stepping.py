@@ -251,7 +251,7 @@ class SteppingServers(Training[Bucket]):
         return NOBODY
 
     def _check_finite(self, entries: Iterable[KeptParameter]) -> None:
-        """Of this worker: the others' gradients are never here."""
+        """This worker's only: the gradients of others are never here."""
         for each in entries:
             if each.parameter.grad is not None and not is_finite(each.parameter.grad):
                 raise NonFiniteGradient({self._job.rank: each.name})
@@ -400,7 +400,7 @@ class SteppingServers(Training[Bucket]):
                 self._clear_state(optimizer)
 
     def _clear_state(self, optimizer: Optimizer) -> None:
-        """Of what the servers keep. Parameters that are frozen have theirs here."""
+        """Drop the state that the servers keep. Frozen parameters have theirs here."""
         for each in self._inventory.entries:
             optimizer.state.pop(each.parameter, None)
 
