@@ -18,6 +18,7 @@ from preloaded import Preloaded
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.parameter_server import ParameterServer
 from stretto.aggregate.parameter_server.client import ClientMachine
+from stretto.aggregate.parameter_server.messages import PushGradient
 from stretto.aggregate.parameter_server.network import hosts_of_servers
 from stretto.aggregate.parameter_server.server import ServerMachine
 from stretto.compress.int8 import Int8
@@ -119,6 +120,26 @@ def test_a_server_that_dies_in_mid_training_changes_no_bit_if_there_is_a_copy(ki
 
     undisturbed, disturbed = run_jobs(2, trained, SAFE), run_jobs(2, trained, SAFE, disturb)
     assert killing.is_set()
+    assert all(torch.equal(a, b) for run in disturbed for a, b in zip(run, undisturbed[0], strict=True))
+
+
+def test_a_server_that_fails_inside_ends_and_its_copy_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    armed, failed, take = threading.Event(), set[int](), ServerMachine.on_message
+
+    def on_message(self: ServerMachine, now: float, source: int, header: Any, payload: memoryview) -> Any:
+        if armed.is_set() and not failed and isinstance(header, PushGradient):  # the first server that is pushed to
+            failed.add(self.rank)
+            raise MemoryError("raised by the test")
+        return take(self, now, source, header, payload)
+
+    def disturb(job: Job, step: int, model: nn.Module) -> None:
+        if job.rank == 1 and step == 3:
+            armed.set()
+
+    undisturbed = run_jobs(2, trained, SAFE)
+    monkeypatch.setattr(ServerMachine, "on_message", on_message)
+    disturbed = run_jobs(2, trained, SAFE, disturb)
+    assert len(failed) == 1
     assert all(torch.equal(a, b) for run in disturbed for a, b in zip(run, undisturbed[0], strict=True))
 
 
