@@ -51,6 +51,7 @@ from stretto.engine.state import kinds, load_exactly, put_together, take_apart
 from stretto.engine.training import TrainingState
 from stretto.errors import CheckpointError, ConfigurationError, StrettoError
 from stretto.job import Job
+from stretto.launching.peers import ranks_text
 from stretto.plan.choose import Choices
 from stretto.sampler import Sampler
 
@@ -162,6 +163,12 @@ def _engine(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], job: J
         raise ConfigurationError(
             "save or load inside join: a worker that has run out of data does not get here, and the others would wait for it.\n"
             "Call it after the join, or give all workers as many batches (Sampler(..., drop_last=True)) and leave join out."
+        )
+    if engine.training.goes_on_without and (missing := engine.job.missing):
+        raise CheckpointError(
+            f"save and load take all workers, and {ranks_text(missing)} of this job died or left. "
+            f"Training goes on, and what the servers have can be written by any one worker:\n"
+            f"torch.save({{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}}, path)"
         )
     return engine
 

@@ -74,6 +74,10 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(metavar="N", help="When a worker fails, start all of them again, so many times.")
     ] = 0,
+    min_workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="When a worker fails, go on while N of this machine are left (servers that step)."),
+    ] = None,
     strategy: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The strategy of a script that gives distribute() none, such as 'ddp()'.")
     ] = None,
@@ -85,7 +89,8 @@ def run(
     """Run a script in N workers, on one machine or several.
 
     The job ends when all have ended. If one fails, all are ended within 5 s, its traceback is printed last and its
-    exit code is ours. With --max-restarts all begin anew, and a script that loads its last checkpoint goes on from there.
+    exit code is ours. With --max-restarts all begin anew, and a script that loads its last checkpoint goes on from there;
+    with --min-workers those that are left go on, as far as their strategy can, and the exit code at the end is 3.
     """
     from stretto.launching import launch, launch_plan
 
@@ -104,6 +109,7 @@ def run(
         encrypt=encrypt,
         meet_s=meet_timeout,
         max_restarts=max_restarts,
+        min_workers=min_workers,
         strategy=strategy,
     )
     raise typer.Exit(launch.run(plan, os.environ))

@@ -186,6 +186,11 @@ class Job:
             )
 
     @property
+    def missing(self) -> list[int]:
+        """Ranks that have died or left, as far as this worker has heard: no collective takes all workers any more."""
+        return [] if self.wire is None else sorted(self.wire.lost)
+
+    @property
     def is_here(self) -> bool:
         """Whether this is the process that joined it, and not one that was forked from it later."""
         return os.getpid() == self.pid

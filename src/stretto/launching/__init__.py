@@ -11,7 +11,8 @@
                    refusals tells who was turned away, doorstep bounds how many may try at once, monitor reads ZeroMQ's
                    reports about both
     launch         `stretto run`: launch_plan (what was asked for), supervisor, processes and orphans (nothing is left behind),
-                   stop_signals (requests to end), output (each worker's lines), launch_report (which worker failed first)
+                   stop_signals (requests to end), output (each worker's lines), launch_report (which worker failed first),
+                   survivors (what a job goes on without)
     spawn          `stretto.launch`: a job inside a program; spawn_guard ends what its workers leave behind
     ledger_file    where a worker leaves the count of bytes it has sent
     doctor         what to paste into a bug report

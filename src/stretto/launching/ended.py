@@ -29,10 +29,10 @@ class EndedWorkers:
         self._untold: list[Ended] = []
         self._telling: list[threading.Thread] = []
 
-    def note(self, message: Ended, *, well: bool) -> None:
-        """One that has failed ends the others of this launcher anyway, so it alone is no reason to tell soon."""
+    def note(self, message: Ended, *, soon: bool) -> None:
+        """`soon`: not where this end is about to end the others of this launcher anyway."""
         self._untold.append(message)
-        if well and self.due_at is None:
+        if soon and self.due_at is None:
             self.due_at = time.monotonic() + GRACE_S
 
     def forget(self) -> None:

@@ -3,6 +3,7 @@
     running ──all ended well──────────────────────────────────▶ done            exit code 0
        │ ──a worker failed──▶ stopping: SIGTERM, 3 s, SIGKILL ─▶ report, done    its code, or 128 + signal
        │                                                         (with --max-restarts: all over again, after a pause)
+       │                                                         (with --min-workers: only if too few are left; see `survivors`)
        │ ──Ctrl-C───────────▶ stopping: SIGINT,  5 s, SIGKILL ─▶ done            130   (a second Ctrl-C: SIGKILL now)
        └ ──SIGTERM, SIGHUP──▶ stopping: SIGTERM, 3 s, SIGKILL ─▶ done            128 + signal
 
@@ -53,6 +54,7 @@ from stretto.launching.orphans import Orphans
 from stretto.launching.output import STDERR, STDOUT, Lines, Screen, prefix_of, wants_colour
 from stretto.launching.processes import Pipes, Processes, ProcessReport
 from stretto.launching.stop_signals import Noticed, noticed_signals
+from stretto.launching.survivors import WENT_ON, Survivors
 
 COORDINATOR = "coordinator"
 READY_S = 30.0  # for a Python process to start and listen, on a machine busy with other things
@@ -145,6 +147,7 @@ class _NodeJob:
         self.num_stopped = 0
         self.failures: list[Failure] = []
         self.ended: dict[str, int] = {}  # name -> code
+        self.survivors = Survivors(plan.workers, plan.min_workers)
         self.blamed: Failure | _Silent | None = None
         self.last_words_until: float | None = None
         self.ended_workers = EndedWorkers()
@@ -329,13 +332,17 @@ class _NodeJob:
             return
         self.alive.discard(report.name)
         self.ended[report.name] = code
-        self.ended_workers.note(self._ended_message(report, code), well=code == 0)
+        goes_on = self.survivors.suffice(self.alive, self.ended)
+        self.ended_workers.note(self._ended_message(report, code), soon=code == 0 or goes_on)
         if self.stop is not None:
             self.num_stopped += 1
         elif code != 0:
             elapsed = time.monotonic() - self.started_at
             self.failures.append(Failure(int(report.name), report.pid, code, elapsed, self.tails[report.name]))
-            self._judge()
+            if goes_on:
+                self._say(self.survivors.note(self.failures[-1], self.alive))
+            else:
+                self._judge()
 
     def _ended_message(self, report: ProcessReport, code: int) -> Ended:
         rank = int(report.name)
@@ -416,6 +423,9 @@ class _NodeJob:
             return self.stop.exit_code
         if not self.failures:
             return 0
+        if self.survivors.suffice(self.alive, self.ended):
+            self._say(self.survivors.summary(self.plan.world_size))
+            return WENT_ON
         if self.blamed is None:  # all ended by themselves, before the time for last words was over
             self._blame()
         exit_code = self._report()

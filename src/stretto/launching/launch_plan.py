@@ -48,6 +48,7 @@ class RunPlan:
     trace: Path | None = None  # the folder, absolute: workers may change theirs
     strategy: str | None = None  # for `distribute` calls that name none
     max_restarts: int = 0  # how often all workers are started again after one has failed
+    min_workers: int | None = None  # of this node, with which the job goes on; None: with all of them
 
     @property
     def world_size(self) -> int:
@@ -74,11 +75,13 @@ def make_plan(
     meet_s: float | None = None,
     strategy: str | None = None,
     max_restarts: int = 0,
+    min_workers: int | None = None,
 ) -> RunPlan:
     """Check every value of the command line and put them together."""
     if not module:
         check_script(target)
     check_counts(workers, nodes, node, max_restarts)
+    check_min_workers(min_workers, workers, max_restarts)
     check_seconds("--timeout", timeout_s)
     check_seconds("--meet-timeout", meet_s)
     if strategy is not None:
@@ -97,6 +100,7 @@ def make_plan(
         trace=None if trace is None else trace_folder(trace),
         strategy=strategy,
         max_restarts=max_restarts,
+        min_workers=min_workers,
     )
 
 
@@ -132,6 +136,21 @@ def check_counts(workers: int, nodes: int, node: int | None, max_restarts: int) 
     if max_restarts < 0:
         raise ConfigurationError(
             f"--max-restarts {max_restarts}: workers are started again 0 times or more. Write for instance --max-restarts 3."
+        )
+
+
+def check_min_workers(min_workers: int | None, workers: int, max_restarts: int) -> None:
+    if min_workers is None:
+        return
+    if not 1 <= min_workers <= workers:
+        raise ConfigurationError(
+            f"--min-workers {min_workers} with -n {workers}: a job that loses workers goes on while so many of this machine's "
+            f"are left, 1 to {workers}.\nWrite for instance --min-workers 1."
+        )
+    if max_restarts:
+        raise ConfigurationError(
+            f"--min-workers {min_workers} with --max-restarts {max_restarts}: the one goes on without a worker that fails, and "
+            f"the other starts all of them again.\nGive one of them."
         )
 
 

@@ -89,6 +89,8 @@ class Step:
 class SteppingServers(Training[Bucket]):
     """`ParameterServer` + `StaleSynchronous`, `Asynchronous`, `SoftSync` or `BackupWorkers` + `Replicated`."""
 
+    goes_on_without = True
+
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
         super().__init__(strategy, job, setting)
         self._strategy, self._job, self._setting = strategy, job, setting
