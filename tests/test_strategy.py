@@ -16,6 +16,7 @@ from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.admission import warn_of_host_memory
 from stretto.aggregate.hierarchy import Hierarchy
 from stretto.aggregate.parameter_server import ParameterServer
+from stretto.aggregate.shared_memory import SharedMemory
 from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
 from stretto.compress.int8 import Int8
@@ -37,7 +38,7 @@ COMPENSATED = Asynchronous(True, DelayCompensation(2.0, decay=0.95))
 STEPPING = [
     Strategy(aggregate=ParameterServer(), sync=sync) for sync in (StaleSynchronous(3), COMPENSATED, SoftSync(2), BackupWorkers(1))
 ]
-ALL = list(dict.fromkeys([*STRATEGIES, *EVERY_ALGORITHM, *STEPPING]))
+ALL = list(dict.fromkeys([*STRATEGIES, *EVERY_ALGORITHM, *STEPPING, recipes.hogwild()]))
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=repr)
@@ -100,6 +101,7 @@ def test_recipes_are_compositions() -> None:
     assert recipes.ssp(5, shards=2) == Strategy(aggregate=servers, sync=StaleSynchronous(5))
     assert recipes.softsync(2, shards=2) == Strategy(aggregate=servers, sync=SoftSync(2))
     assert recipes.backup_workers(2, shards=2) == Strategy(aggregate=servers, sync=BackupWorkers(2))
+    assert recipes.hogwild() == Strategy(aggregate=SharedMemory(), sync=Asynchronous())
     for name, recipe in recipes.by_name().items():
         arguments = {"warm_up": 10} if name == "one_bit_adam" else {}  # how long is for the user to say
         assert recipe.__doc__ and recipe(**arguments) == parse(f"{name}(warm_up=10)" if arguments else name)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stretto.aggregate.all_reduce import AllReduce as AllReduce
     from stretto.aggregate.hierarchy import Hierarchy as Hierarchy
     from stretto.aggregate.parameter_server import ParameterServer as ParameterServer
+    from stretto.aggregate.shared_memory import SharedMemory as SharedMemory
     from stretto.api import current_job as current_job
     from stretto.api import device as device
     from stretto.api import init as init
@@ -93,6 +94,7 @@ _HOME = {
     "stretto.aggregate.all_reduce": ("AllReduce",),
     "stretto.aggregate.hierarchy": ("Hierarchy",),
     "stretto.aggregate.parameter_server": ("ParameterServer",),
+    "stretto.aggregate.shared_memory": ("SharedMemory",),
     "stretto.checkpoint": ("Resumed", "load", "save"),
     "stretto.collective_api": (
         "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "gather_object", "group", "recv",

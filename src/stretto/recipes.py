@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.parameter_server.value import ParameterServer
+from stretto.aggregate.shared_memory.value import SharedMemory
 from stretto.compress.codec import Compression
 from stretto.compress.demo import DeMo
 from stretto.compress.dgc import DGC
@@ -189,6 +190,15 @@ def backup_workers(b: int = 1, *, shards: int | None = None) -> Strategy:
     return Strategy(aggregate=ParameterServer(shards), sync=BackupWorkers(b))
 
 
+def hogwild() -> Strategy:
+    """Hogwild!: processes of one host step the same weights in shared memory, without locks. For sparse gradients.
+
+    Reference: Niu et al., NIPS 2011. Departs from it: processes instead of threads, and a backward may read newer weights than
+    its forward.
+    """
+    return Strategy(aggregate=SharedMemory(), sync=Asynchronous())
+
+
 def _after(rounds: int, compression: Compression) -> Compression:
     return WarmUp(rounds, compression) if rounds else compression
 
@@ -197,6 +207,6 @@ def by_name() -> dict[str, Callable[..., Strategy]]:
     """Every recipe of this module."""
     every = (
         ddp, data_parallel, horovod, mg_wfbp, p3, bytescheduler, tictac, caramel, power_sgd, dgc, one_bit_adam, qsgd, terngrad,
-        signsgd_vote, demo, downpour, ssp, softsync, backup_workers,
+        signsgd_vote, demo, downpour, ssp, softsync, backup_workers, hogwild,
     )  # fmt: skip
     return {recipe.__name__: recipe for recipe in every}

@@ -1,10 +1,10 @@
 """Strategy: five questions about data-parallel training, answered by five small values.
 
     aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer),
-                                                             ParameterServer(shards, replicas)
+                                                             ParameterServer(shards, replicas), SharedMemory()
     sync        when?                                        Synchronous(); with servers also StaleSynchronous(bound),
                                                              Asynchronous(staleness_aware, delay_compensation), SoftSync(n),
-                                                             BackupWorkers(spare)
+                                                             BackupWorkers(spare); in shared memory Asynchronous()
     compress    how is it written on the wire?               NoCompression(), Float16(), Int8(), ErrorFeedback(Sign()), ...
     schedule    in which order, and over what?               AfterBackward(), WaitFree(), Buckets(bytes), Merged(), Tic(), Tac(),
                                                              Priority(partition, credit), Caramel()
@@ -30,6 +30,8 @@ from stretto.aggregate.parameter_server import ParameterServer
 from stretto.aggregate.parameter_server.consistency import SyncAnswer
 from stretto.aggregate.parameter_server.stepping import SteppingServers
 from stretto.aggregate.parameter_server.training import SynchronousServers
+from stretto.aggregate.shared_memory import SharedMemory
+from stretto.aggregate.shared_memory.training import Hogwild
 from stretto.compress import catalogue
 from stretto.compress.codec import Compression
 from stretto.compress.none import NoCompression
@@ -50,7 +52,7 @@ from stretto.sync.synchronous import Synchronous
 
 Schedule = AfterBackward | WaitFree | Buckets | Merged | Tic | Tac | Priority | Caramel
 ANSWERS: dict[str, tuple[type, ...]] = {
-    "aggregate": (AllReduce, Hierarchy, ParameterServer),
+    "aggregate": (AllReduce, Hierarchy, ParameterServer, SharedMemory),
     "sync": (Synchronous, StaleSynchronous, Asynchronous, SoftSync, BackupWorkers),
     "compress": catalogue.classes(),
     "schedule": (AfterBackward, WaitFree, Buckets, Merged, Tic, Tac, Priority, Caramel),
@@ -66,7 +68,7 @@ ON_ONE_HOST = Buckets(bytes=100 << 20)
 class Strategy:
     """How to train data-parallel. The default is synchronous all-reduce in buckets: exactly large-batch training."""
 
-    aggregate: AllReduce | Hierarchy | ParameterServer = field(default_factory=AllReduce)
+    aggregate: AllReduce | Hierarchy | ParameterServer | SharedMemory = field(default_factory=AllReduce)
     sync: SyncAnswer = field(default_factory=Synchronous)
     compress: Compression = field(default_factory=NoCompression)
     schedule: Schedule = field(default_factory=Buckets)
@@ -130,6 +132,7 @@ WAYS: tuple[Way, ...] = (
     Way(Hierarchy, Synchronous, Replicated, SynchronousHierarchy),
     Way(ParameterServer, Synchronous, Replicated, SynchronousServers),
     *(Way(ParameterServer, sync, Replicated, SteppingServers) for sync in ANSWERS["sync"] if sync is not Synchronous),
+    Way(SharedMemory, Asynchronous, Replicated, Hogwild),
 )
 
 

@@ -1,4 +1,5 @@
-"""Host memory that several processes of one machine see: each worker's own, which it writes, and the others', which it reads.
+"""Host memory that several processes of one machine see. Mostly each worker writes its own and reads the others'; the weights of
+Hogwild are one worker's that all write.
 
 A worker makes one anonymous file (`memfd_create`), allocated in full, and tells the others where it is: `/proc/PID/fd/N`, which
 means the same process only within one PID namespace, its size, and a random cookie that lies at its beginning. They open it,
@@ -77,7 +78,7 @@ class OwnMapping:
 def map_offered(offer: MappingOffer, *, writable: bool = False) -> NDArray[np.uint8]:
     """Another worker's memory, as bytes. Raises OSError or ValueError with what is wrong.
 
-    `writable`: only because torch has no tensors that cannot be written; nobody writes to what is another's.
+    `writable`: for weights that all write. (Otherwise only because torch has no tensors that cannot be written.)
     """
     if not 0 <= offer.num_bytes <= MAX_BYTES:
         raise ValueError(f"a mapping of {offer.num_bytes} bytes")
