@@ -22,6 +22,7 @@ from stretto.aggregate.parameter_server.head import UpdateRecord
 from stretto.aggregate.parameter_server.layout import RangeLayout, ServedParameter
 from stretto.aggregate.parameter_server.messages import InstallRange, PushGradient, PushTaken
 from stretto.aggregate.parameter_server.server import ServerMachine
+from stretto.collectives.urgency import Urgency
 from stretto.errors import PeerLost
 from stretto.protocol.machine import Payload
 from stretto.sync.asynchronous import Asynchronous
@@ -128,7 +129,8 @@ class Program:
         pulls = []
         for index, into in enumerate(self.values):
             newer_than = self.versions.get(index, -1) if isinstance(self.history.sync, BackupWorkers) else -1
-            pulls.append(self.history.network.request(self.rank, Pull(index, self.clock, into, newer_than)))
+            pull = Pull(index, self.clock, into, newer_than, *self.history.order_of_pull())
+            pulls.append(self.history.network.request(self.rank, pull))
         self._when_done(pulls, self._pulled)
 
     def _pulled(self) -> None:
@@ -147,7 +149,8 @@ class Program:
         gradient = np.zeros(PLACES, np.float32)
         gradient[self.place(self.clock)] = 1
         for index in range(len(self.history.layout)):
-            push = Push(index, self.clock, gradient.tobytes(), {"lr": 0.1}, self.versions[index])
+            urgency = self.history.some_urgency()
+            push = Push(index, self.clock, gradient.tobytes(), {"lr": 0.1}, self.versions[index], urgency=urgency)
             self.pushes[index, self.clock] = self.history.network.request(self.rank, push)
         self.clock += 1
         self._pull()
@@ -176,6 +179,8 @@ class History:
         self, seed: int, sync: SyncAnswer | None = None, *, has_faults: bool = True, more_kills: Sequence[Kill] = ()
     ) -> None:
         self.chance = chance = Random(seed)
+        self.orders = Random(f"order {seed}")  # of requests: half of the histories have one
+        self.has_order = self.orders.random() < 0.5
         self.num_workers = chance.choice([1, 2, 3, 4, 7])
         self.num_servers = chance.choice([1, 2, 2, 3, 3, 4])
         self.replicas = chance.choice([0, 1, 1, 1, 2])
@@ -218,6 +223,20 @@ class History:
             SoftSync(2),
         ]
         return self.chance.choice([*answers, BackupWorkers(1)] if self.num_workers > 1 else answers)
+
+    # -- the order of requests ----------------------------------------------------------------------------------------
+
+    def some_urgency(self) -> Urgency | None:
+        """Requests with and without one, and windows of one range and of several."""
+        if not self.has_order or self.orders.random() < 0.1:
+            return None
+        self.kinds["urgency"] += 1
+        return Urgency(self.orders.randrange(3), self.orders.choice([1, 4 * PLACES, 8 * PLACES]))
+
+    def order_of_pull(self) -> tuple[Urgency | None, bool]:
+        """Its urgency, and whether it waits for the acknowledgement of the push: not where that waits for other workers."""
+        urgency, waits = self.some_urgency(), self.orders.random() < 0.5
+        return urgency, urgency is not None and waits and not isinstance(self.sync, (SoftSync, BackupWorkers))
 
     # -- what happens -------------------------------------------------------------------------------------------------
 

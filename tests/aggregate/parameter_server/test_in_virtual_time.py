@@ -26,7 +26,7 @@ from stretto.sync.synchronous import Synchronous
 SLOW = [pytest.param(range(begin, begin + 1940), marks=pytest.mark.slow) for begin in range(300, 10_000, 1940)]
 SEEDS = pytest.mark.parametrize("seeds", [range(300), *SLOW], ids=str)  # 10,000 in all
 KINDS = {"Kill", "Pause", "loss", "push twice", "killed in the middle", "lost"}
-KINDS |= {"server comes back", "server joins", "worker comes back", "worker joins"}
+KINDS |= {"urgency", "server comes back", "server joins", "worker comes back", "worker joins"}
 
 
 def run(seed: int, **settings: Any) -> History:

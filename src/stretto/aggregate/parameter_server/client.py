@@ -15,7 +15,8 @@ then on. Ranges may have different ideas of that clock, so entering takes two ro
 own, then all of them set it to the highest.
 
 Pulls wait here while `window_bytes` are asked from the same server, so that a server need not keep the whole model for a worker
-that takes nothing. Pushes do not: they may have to wait for other workers' pushes of the same range. Start the machine with
+that takes nothing. Pushes do not, unless they have an `urgency`: what has one waits for its turn (`request_order.py`), with as
+many bytes under way as its credit says, and a pull never leaves before the pushes of its range. Start the machine with
 `unsent_bytes` of at least the bytes that are pushed to a server in a step.
 
 Needs what `server.py` needs. A range of which no server lives fails its requests with `PeerLost`, which names its parameters.
@@ -23,7 +24,6 @@ Needs what `server.py` needs. A range of which no server lives fails its request
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -42,6 +42,7 @@ from stretto.aggregate.parameter_server.messages import (
     Options,
     PullValues,
     PushGradient,
+    PushReceived,
     PushTaken,
     RangeChain,
     RangeEntered,
@@ -57,7 +58,9 @@ from stretto.aggregate.parameter_server.messages import (
     ToClient,
     ValuesPulled,
 )
+from stretto.aggregate.parameter_server.request_order import Key, RequestLane
 from stretto.aggregate.parameter_server.routes import RangeRequest, RequestKey, Route
+from stretto.collectives.urgency import Urgency
 from stretto.errors import ConfigurationError, FrameError, PeerLost, StrettoError, WireError
 from stretto.protocol.machine import Actions, Machine, Payload, Reply, SendMessage
 
@@ -66,7 +69,7 @@ MAX_NAMES: Final = 10  # of parameters, in an error
 
 
 class Push(NamedTuple):
-    """A gradient of float32 values. The reply is a `PushTaken`."""
+    """A gradient of float32 values. The reply is a `PushTaken`. Without an `urgency` it leaves at once."""
 
     range: int
     clock: int
@@ -74,18 +77,23 @@ class Push(NamedTuple):
     options: Options
     version_read: int
     weight: float = 1.0
+    urgency: Urgency | None = None
 
 
 class Pull(NamedTuple):
     """The values, into writable memory of their size. The reply is a `ValuesPulled`.
 
     `newer_than`: wait for a version after this one. Backup workers give the version that they have pushed on.
+    `after_push`: it is not asked for before this worker's pushes of the range are acknowledged. Where that means that it can be
+    answered, nothing that still has to wait on the server holds up what is there.
     """
 
     range: int
     clock: int
     into: Any
     newer_than: int = -1
+    urgency: Urgency | None = None
+    after_push: bool = False
 
 
 class Fill(NamedTuple):
@@ -144,15 +152,13 @@ class ClientMachine(Machine):
         self.layout = layout
         self.life = life
         self.lives = Lives(lives or {})
-        self._window_bytes = window_bytes
+        self._in_window = Urgency(0, window_bytes)  # of pulls that have no urgency
         self._others = {*servers, *(lives or {})} - {rank}  # that may be servers
         self._ended: dict[int, int] = {}  # rank -> the last life that has ended
         ring = HashRing(servers)
         placed = ring.place(layout.ranges)
         self.routes = [Route(index, 0, ring.chain(index, placed[index], replicas + 1)) for index in range(len(layout))]
-        self._pulling: dict[int, tuple[int, int]] = {}  # range -> the server that it is pulled from, and how many bytes
-        self._in_window: Counter[int] = Counter()  # server -> bytes that are pulled from it
-        self._pulls_that_wait: dict[int, None] = {}  # ranges, in order
+        self._pushes, self._pulls = (RequestLane(patience=2 * len(layout)) for _ in range(2))
         self._passage: Passage | None = None  # while this worker enters or quits
         self._actions: list[SendMessage | Reply] = []
 
@@ -186,6 +192,9 @@ class ClientMachine(Machine):
                 else:
                     self._on_report(route, source, header.holds)
                 self._dispatch(route)
+            case PushReceived(index, clock, attempt):
+                if 0 <= index < len(self.layout) and attempt == self.routes[index].attempt:
+                    self._pushes.end((index, clock))
             case PushTaken() | ValuesPulled() | RangeFilled() | RangeExported() | RangeEntered() | RangeLeft() | RequestRefused():
                 if 0 <= header.range < len(self.layout):
                     self._on_answer(source, self.routes[header.range], header, payload)
@@ -197,9 +206,9 @@ class ClientMachine(Machine):
         for route in self.routes:
             for rank in left:
                 route.left(rank)
-        for index, (server, _) in list(self._pulling.items()):
-            if server in left:
-                self._forget_pull(index)
+        for rank in left:
+            self._pushes.lose(rank)
+            self._pulls.lose(rank)
         self.lives.begin(joined, generation)
         self._others = (self._others - set(left)) | set(joined)
         for route in self.routes:
@@ -207,10 +216,19 @@ class ClientMachine(Machine):
         return self._take_actions()
 
     def _take_actions(self) -> Actions:
-        for index in list(self._pulls_that_wait):
-            self._pull_if_there_is_room(self.routes[index])
+        self._let_leave(self._pushes.leave())  # which may let pulls into their lane
+        self._let_leave(self._pulls.leave())
         actions, self._actions = self._actions, []
         return actions
+
+    def _let_leave(self, turns: Sequence[tuple[Key, int]]) -> None:
+        """It is these requests' turn. (One is not sent if its route has changed: then it will be, to another server.)"""
+        for (index, clock), server in turns:
+            route, kind = self.routes[index], PullValues if clock < 0 else PushGradient
+            request = route.requests.get((kind.__name__, clock))
+            if request is not None and server == route.sent_to:
+                self._send(server, msgspec.structs.replace(request.header, attempt=route.attempt), request.payload)
+                self._let_pull_in(route)
 
     def _send(self, to: int, header: Any, payload: Payload = b"") -> None:
         self._actions.append(SendMessage(to, header, payload))
@@ -245,11 +263,12 @@ class ClientMachine(Machine):
     def _request(self, ticket: int, request: Push | Pull | Fill | Export) -> RangeRequest:
         layout, life = self.layout.digest, self.life
         match request:
-            case Push(index, clock, payload, options, version, weight):
-                return RangeRequest(ticket, PushGradient(layout, life, 0, index, clock, version, weight, options), payload)
-            case Pull(index, clock, into, newer_than):
-                header = PullValues(layout, life, 0, index, clock, newer_than)
-                return RangeRequest(ticket, header, b"", memoryview(into).cast("B"))
+            case Push(index, clock, payload, options, version, weight, urgency):
+                push = PushGradient(layout, life, 0, index, clock, version, weight, options, urgency is not None)
+                return RangeRequest(ticket, push, payload, urgency=urgency)
+            case Pull(index, clock, into, newer_than, urgency, after_push):
+                pull = PullValues(layout, life, 0, index, clock, newer_than)
+                return RangeRequest(ticket, pull, b"", memoryview(into).cast("B"), urgency or self._in_window, after_push)
             case Fill(index, payload, exported):
                 return RangeRequest(ticket, FillValues(layout, life, 0, index, exported), payload)
             case Export(index):
@@ -281,30 +300,26 @@ class ClientMachine(Machine):
                 self._transmit(route, request)
 
     def _transmit(self, route: Route, request: RangeRequest) -> None:
+        """To the server that has the range now; what has an urgency when its turn has come."""
         assert route.sent_to is not None
         if isinstance(request.header, PullValues):
-            self._forget_pull(route.index)
-            self._pulls_that_wait[route.index] = None
+            self._pulls.end((route.index, -1))  # of another server's lane
+            self._let_pull_in(route)
+        elif request.urgency is not None and isinstance(request.header, PushGradient):
+            key, num_bytes = (route.index, request.header.clock), self.layout.ranges[route.index].num_bytes
+            self._pushes.wait(key, route.sent_to, num_bytes, request.urgency)
         else:
             self._send(route.sent_to, msgspec.structs.replace(request.header, attempt=route.attempt), request.payload)
 
-    def _pull_if_there_is_room(self, route: Route) -> None:
-        request, server = route.requests.get((PullValues.__name__, -1)), route.sent_to
-        if request is None or server is None:  # it will be sent to another one
-            del self._pulls_that_wait[route.index]
+    def _let_pull_in(self, route: Route) -> None:
+        """Into its lane, if it is not there. A server refuses a pull that it gets before the pushes of its clock."""
+        request, key = route.requests.get((PullValues.__name__, -1)), (route.index, -1)
+        if request is None or route.sent_to is None or self._pulls.has(key) or self._pushes.waits(route.index):
             return
-        num_bytes = self.layout.ranges[route.index].num_bytes
-        if self._in_window[server] and self._in_window[server] + num_bytes > self._window_bytes:
+        if request.after_push and any(kind == PushGradient.__name__ for kind, _ in route.requests):
             return
-        del self._pulls_that_wait[route.index]
-        self._pulling[route.index] = (server, num_bytes)
-        self._in_window[server] += num_bytes
-        self._send(server, msgspec.structs.replace(request.header, attempt=route.attempt))
-
-    def _forget_pull(self, index: int) -> None:
-        if index in self._pulling:
-            server, num_bytes = self._pulling.pop(index)
-            self._in_window[server] -= num_bytes
+        assert request.urgency is not None
+        self._pulls.wait(key, route.sent_to, self.layout.ranges[route.index].num_bytes, request.urgency)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -316,7 +331,10 @@ class ClientMachine(Machine):
             return
         del route.requests[key]
         if isinstance(request.header, PullValues):
-            self._forget_pull(route.index)
+            self._pulls.end((route.index, -1))
+        elif isinstance(request.header, PushGradient):
+            self._pushes.end((route.index, request.header.clock))
+            self._let_pull_in(route)
         if isinstance(header, RequestRefused):
             self._fail(request, WireError(f"rank {source}: {header.reason}"))
         elif isinstance(request.header, (EnterRange, LeaveRange)):
@@ -346,6 +364,8 @@ class ClientMachine(Machine):
             self._actions.append(Reply(passage.ticket, error=error))
             return
         self._passage = passage
+        if not passage.enters:  # what was pushed before counts
+            self._let_leave(self._pushes.leave(all_of_them=True))
         passage.answers = {}
         layout, life = self.layout.digest, self.life
         for index, route in enumerate(self.routes):

@@ -9,6 +9,7 @@ A worker to the first server of a range, and the answer:
     EnterRange       count me among the workers                            RangeEntered   with this clock
     LeaveRange       count me no more                                      RangeLeft
 
+    one that was asked to say so                                           PushReceived   its bytes are here
     to any of these also                                                   RequestRefused  it is wrong, and has changed nothing
                                                                            NotHead         ask another one
     RangeQuery       who has this range, now that these have died?         RangeReport     the latest chain I know of
@@ -115,6 +116,7 @@ class PushGradient(msgspec.Struct, frozen=True, tag=True):
     version_read: int
     weight: float
     options: Options
+    receipt: bool = False  # say `PushReceived`, whatever becomes of it
 
 
 class PullValues(msgspec.Struct, frozen=True, tag=True):
@@ -171,6 +173,14 @@ ServedRequest = PushGradient | PullValues | FillValues | ExportRange | EnterRang
 
 
 # -- a server to a worker ---------------------------------------------------------------------------------------------
+
+
+class PushReceived(msgspec.Struct, frozen=True, tag=True):
+    """The bytes of a push have come, on this attempt. It may have to wait for others before it is taken."""
+
+    range: int
+    clock: int
+    attempt: int
 
 
 class PushTaken(msgspec.Struct, frozen=True, tag=True):
@@ -304,4 +314,4 @@ class ServerJoins(msgspec.Struct, frozen=True, tag=True):
 
 
 ToServer = ServedRequest | RangeQuery | RangesPlaced | LogEntry | EntryStored | InstallRange | RangeInstalled | ServerJoins
-ToClient = ServedAnswer | NotHead | RangeReport | RangesPlaced | RangeQuery
+ToClient = ServedAnswer | PushReceived | NotHead | RangeReport | RangesPlaced | RangeQuery

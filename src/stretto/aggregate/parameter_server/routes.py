@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from stretto.aggregate.parameter_server.lives import Lives
 from stretto.aggregate.parameter_server.messages import PushGradient, RangeChain, ServedRequest
+from stretto.collectives.urgency import Urgency
 from stretto.errors import PeerLost
 from stretto.protocol.machine import Payload
 
@@ -24,12 +25,14 @@ RequestKey = tuple[str, int]  # kind of request, and the clock of a push
 
 
 class RangeRequest(NamedTuple):
-    """A request that has not been answered. `into`: where pulled values go."""
+    """A request that has not been answered. `into`: where pulled values go; `urgency`, `after_push`: when it may leave."""
 
     ticket: int
     header: ServedRequest
     payload: Payload = b""
     into: memoryview | None = None
+    urgency: Urgency | None = None
+    after_push: bool = False
 
     @property
     def key(self) -> RequestKey:

@@ -40,6 +40,7 @@ from stretto.aggregate.parameter_server.messages import (
     LogEntry,
     Options,
     PushGradient,
+    PushReceived,
     RangeChain,
     RangeInstalled,
     RangeQuery,
@@ -197,6 +198,8 @@ class ServerMachine(Machine):
         elif holding is None or holding.head is None:
             self._turn_away(source, request.range)
         elif request.attempt > self._turned_away.get(asked, -1):
+            if isinstance(request, PushGradient) and request.receipt:
+                self._send(source, PushReceived(request.range, request.clock, request.attempt))
             holding.head.take(source, request, payload)
 
     def _refuse(self, source: int, header: Any, fault: str) -> None:
