@@ -33,6 +33,7 @@ from stretto.collectives.plan import Kind
 from stretto.compress.codec import Compression
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
 from stretto.schedule.priority import Priority
+from stretto.schedule.tictac import Tac
 from stretto.strategy import Strategy
 
 RING = AllReduce("ring")
@@ -57,6 +58,7 @@ STRATEGIES = [
     Strategy(aggregate=HIERARCHIES[1], schedule=WaitFree()),
     Strategy(aggregate=ParameterServer(shards=2), schedule=Buckets(bytes=256, first_bytes=64)),
     Strategy(aggregate=ParameterServer(shards=3, replicas=1), schedule=WaitFree()),
+    Strategy(aggregate=ParameterServer(shards=2), schedule=Tac()),
 ]
 # Lossy: laws 2 and 4 become others (`test_lossy.py`), the rest is asked of them too.
 COMPRESSIONS: list[Compression] = [

@@ -33,10 +33,13 @@ class ModuleProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a transfer that has the network to itself: `start_s + num_bytes * per_byte_s`. Fitted to a few real ones."""
+    """Seconds of a transfer that has the network to itself: `start_s + num_bytes * per_byte_s`. Fitted to a few real ones.
+
+    `hops`: how many messages of a transfer follow each other; None: those of a ring of all workers."""
 
     start_s: float
     per_byte_s: float
+    hops: int | None = None
 
     def seconds(self, num_bytes: float) -> float:
         return self.start_s + num_bytes * self.per_byte_s

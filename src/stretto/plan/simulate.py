@@ -126,9 +126,10 @@ class PartCost:
         return 0.0 if self.hops == 1 else max(0.0, self.start_s - self.part_start_s) / self.hops
 
 
-def hops_of(profile: StepProfile) -> int:
-    """How many messages of a transfer follow each other in a ring."""
-    return 2 * max(1, profile.world_size - 1)
+def hops_of(profile: StepProfile, cost: TransferCost | None = None) -> int:
+    """How many messages of a transfer follow each other: as measured, else in a ring."""
+    hops = (profile.cost if cost is None else cost).hops
+    return 2 * max(1, profile.world_size - 1) if hops is None else hops
 
 
 def simulate(
@@ -144,7 +145,7 @@ def simulate(
     steps: int = 2,
 ) -> Simulated:
     """The step that this plan gives. `wire_ratio`: bytes on the wire for each byte of gradient; `cost`: of another network than
-    the profile's; `hops`: those of a ring, unless said otherwise."""
+    the profile's; `hops`: those that the cost was measured with, or of a ring, unless said otherwise."""
     cost = profile.cost if cost is None else cost
     further_s = PART_SHARE * cost.start_s if part_start_s is None else part_start_s
     numbers = {"wire_ratio": wire_ratio, "encode_s_per_byte": encode_s_per_byte, "part_start_s": further_s}
@@ -155,7 +156,7 @@ def simulate(
         raise ConfigurationError(f"simulate(hops={hops!r}): a transfer passes the link at least once. Leave it out for a ring.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigurationError(f"simulate(steps={steps!r}): a timeline has at least one step. Write for instance steps=2.")
-    hops = hops_of(profile) if hops is None else hops
+    hops = hops_of(profile, cost) if hops is None else hops
     bundle = _parts_at_a_time(plan, hops)
     plan, further_s = _in_bundles(plan, bundle), bundle * further_s
     part_cost = PartCost(cost.start_s, further_s, wire_ratio * cost.per_byte_s + encode_s_per_byte, wire_ratio, hops)

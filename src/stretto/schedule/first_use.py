@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from math import inf, sqrt
 
 from stretto.plan.profile import StepProfile, TransferCost
-from stretto.plan.simulate import PART_SHARE
+from stretto.plan.simulate import PART_SHARE, hops_of
 from stretto.plan.transfers import Gradient
 from stretto.schedule.readiness import ready_seconds, total_bytes
 
@@ -58,15 +58,15 @@ def start_up_bytes(cost: TransferCost) -> float:
 def best_partition(gradients: Sequence[Gradient], profile: StepProfile) -> int:
     """How many bytes to send at a time where urgent ones may come in between, in whole KiB and within reason.
 
-    A collective takes several hops one after the other, 2 (P - 1) in a ring of P workers, and at each an urgent message waits for
-    at most the credit and what the wire has buffered, about two parts. With S bytes in all, b seconds per byte and theta seconds
-    for each part, what parts cost and what the urgent waits for are together
+    A collective takes H hops one after the other, 2 (P - 1) in a ring of P workers and 2 with servers, and at each an urgent
+    message waits for at most the credit and what the wire has buffered, about two parts. With S bytes in all, b seconds per byte
+    and theta seconds for each part, what parts cost and what the urgent waits for are together
 
-        (S / partition) theta + 4 (P - 1) b partition,      least at      partition = sqrt(S theta / 4 (P - 1) b)
+        (S / partition) theta + 2 H b partition,      least at      partition = sqrt(S theta / 2 H b)
 
     0.1 MB for 17 MB between four workers at 500 Mbit/s with theta = 0.17 ms. (Steps there were shortest with parts of 128 KiB and
     a credit of one, longer with 256 KiB, and longest with a credit of two.)"""
-    cost, hops = profile.cost, 2 * max(1, profile.world_size - 1)
+    cost, hops = profile.cost, hops_of(profile)
     best = float(LARGEST_PARTITION)
     if cost.per_byte_s > 0:
         best = sqrt(total_bytes(gradients) * PART_SHARE * cost.start_s / (2 * hops * cost.per_byte_s))

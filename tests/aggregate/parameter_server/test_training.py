@@ -25,9 +25,7 @@ from stretto.compress.int8 import Int8
 from stretto.distributing import distribute, engine_of, join, release
 from stretto.errors import BackwardFailed, ConfigurationError, PeerLost, StrettoError, WireError
 from stretto.job import Job
-from stretto.schedule.merged import Merged
 from stretto.schedule.orders import AfterBackward, Buckets
-from stretto.schedule.priority import Priority
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 from stretto.timeouts import Timeouts
@@ -374,10 +372,8 @@ def test_alone_nothing_is_served() -> None:
         (lambda: ParameterServer(replicas=-1), "0 or a"),
         (lambda: ParameterServer(shards=2, replicas=2), "Write shards=3"),
         (lambda: Strategy(aggregate=ParameterServer(), compress=Int8()), "Leave compress= out"),
-        (lambda: Strategy(aggregate=ParameterServer(), schedule=Priority()), "Leave schedule= out"),
-        (lambda: Strategy(aggregate=ParameterServer(), schedule=Merged()), "Leave schedule= out"),
     ],
-    ids=["none", "flag", "negative", "too many copies", "compressed", "ordered", "planned"],
+    ids=["none", "flag", "negative", "too many copies", "compressed"],
 )
 def test_what_cannot_work_is_refused_where_it_is_written(make: Callable[[], Any], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):

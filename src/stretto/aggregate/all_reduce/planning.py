@@ -15,7 +15,7 @@ apart from steady ones. That is decided by the notes, which all workers share, s
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -52,6 +52,7 @@ class Planner:
 
     def __init__(self, strategy: Strategy, job: Job, group: Group, algorithm: str, setting: Setting) -> None:
         self._strategy, self._job, self._group, self._algorithm, self._setting = strategy, job, group, algorithm, setting
+        self.measure: Callable[[str], TransferCost] = self._measure  # on all workers together, where transfers are all-reduces
         self.profile = None if setting.profile is None else self._as_first(setting.profile[0])
         self.plan: TransferPlan | None = None
         self._gradients: list[Gradient] = []  # that the plan is for
@@ -64,6 +65,10 @@ class Planner:
         self._rounds_to_watch = ROUNDS_TO_WATCH if watches else 1  # who reads which parameter is seen in one
         self._recorder = StepRecorder(setting.model, setting.loop.optimizers, called=setting.called) if watches else None
         self.is_watching = strategy.schedule.needs_profile or strategy.schedule.cross_barrier
+
+    def _measure(self, what: str) -> TransferCost:
+        algorithm = "auto" if self._algorithm == "native" else self._algorithm  # which has no group of its own to measure in
+        return transfer_cost(self._group, what, algorithm)
 
     def close(self) -> None:
         if self._recorder is not None:
@@ -160,9 +165,7 @@ class Planner:
         self.is_watching = False
         if self._recorder is None:
             return
-        algorithm = "auto" if self._algorithm == "native" else self._algorithm  # which has no group of its own to measure in
-        measured = transfer_cost(self._group, f"the schedule of {self._setting.name}", algorithm)
-        cost = self._in_bytes_of_gradients(measured)
+        cost = self._in_bytes_of_gradients(self.measure(f"the schedule of {self._setting.name}"))
         recorded = None
         try:
             recorded = self._recorder.profile(cost=cost, world_size=self._job.world_size)
@@ -190,4 +193,4 @@ class Planner:
             mine = None if answer.lossless else answer.bytes_sent(layout, 0, size)
             plain = 2 * parameter.nbytes * (size - 1) // size
             sent, dense = sent + (plain if mine is None else mine), dense + plain
-        return TransferCost(start_s=cost.start_s, per_byte_s=cost.per_byte_s * sent / max(1, dense))
+        return msgspec.structs.replace(cost, per_byte_s=cost.per_byte_s * sent / max(1, dense))

@@ -55,7 +55,7 @@ from stretto.aggregate.parameter_server.layout import ParameterRange, range_byte
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.sync_spec import SyncSpec
-from stretto.aggregate.parameter_server.training import check_answers, network_of, servers_of
+from stretto.aggregate.parameter_server.training import check_codec, network_of, servers_of
 from stretto.engine.bucket import Bucket
 from stretto.engine.finite import is_finite
 from stretto.engine.training import NOBODY, Named, RoundEnd, RoundResult, Setting, TensorsByName, Training, TrainingState
@@ -126,7 +126,8 @@ class SteppingServers(Training[Bucket]):
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
-        check_answers(strategy)
+        check_codec(strategy)
+        admission.check_schedule(strategy)
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:

@@ -15,11 +15,22 @@ from stretto.aggregate.parameter_server.shard_optimizer import spec_of
 from stretto.aggregate.parameter_server.training import SERVED_DTYPES
 from stretto.engine.training import Named, Setting
 from stretto.errors import ConfigurationError
+from stretto.schedule.orders import FixedOrder
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.soft_sync import SoftSync
 
 if TYPE_CHECKING:
     from stretto.strategy import Strategy
+
+
+def check_schedule(strategy: Strategy) -> None:
+    """The schedules that mean something without buckets."""
+    if not isinstance(strategy.schedule, FixedOrder):
+        raise ConfigurationError(
+            f"aggregate={strategy.aggregate!r} with schedule={strategy.schedule!r}: its plan is for transfers that are "
+            f"all-reduces.\nLeave schedule= out, write Buckets(bytes=...), WaitFree() or AfterBackward(), or "
+            f"aggregate=AllReduce()."
+        )
 
 
 def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, world_size: int) -> None:

@@ -8,6 +8,10 @@ which has no gradients. Everything else (rounds, late gradients, failures, buffe
 The memory of a bucket may be pushed from and pulled into at once: the servers answer a pull after they have acknowledged the
 push, and the acknowledgement comes first.
 
+With a schedule that orders transfers (`Tic`, `Tac`, `Priority`, `Caramel`), pushes and pulls wait for their turn at this worker
+(`request_order.py`), a pull until its push is acknowledged: then everybody's are there, and the window has only what can come.
+Across the barrier a bucket is waited for where its parameters are read, as in all-reduce.
+
 When parameters are frozen, unfrozen or added, buckets are made anew, and so is what the servers serve.
 
 Precision: values travel and are added as float32. Gradients in half precision become float32 before they are pushed and are
@@ -26,15 +30,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stretto.aggregate.all_reduce.admission import check_crossing
 from stretto.aggregate.all_reduce.bucket import ReducedBucket
 from stretto.aggregate.all_reduce.compression_thread import ThreadedExchange
 from stretto.aggregate.all_reduce.exchange import UnderWay
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.parameter_server.client import Pull, Push
-from stretto.aggregate.parameter_server.layout import ServedParameter, range_bytes_for
+from stretto.aggregate.parameter_server.layout import RANGE_BYTES, ServedParameter
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
 from stretto.aggregate.parameter_server.network import ServerNetwork, open_network
 from stretto.aggregate.parameter_server.service import ServedModel
+from stretto.aggregate.parameter_server.transfer_cost import cost_with_servers
+from stretto.aggregate.parameter_server.transfer_order import range_bytes_of, urgency_with_servers
 from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.collectives.group import Group
 from stretto.collectives.plan import Kind
@@ -42,8 +49,9 @@ from stretto.collectives.request import InProgress, Pending
 from stretto.engine.training import Named, RoundEnd, RoundResult, Setting
 from stretto.errors import ConfigurationError, PeerLost, StrettoError, WireError
 from stretto.job import Job
+from stretto.plan.profile import TransferCost
 from stretto.protocol.loop import Running
-from stretto.schedule.orders import Buckets, FixedOrder
+from stretto.schedule.orders import Buckets
 
 if TYPE_CHECKING:
     from stretto.strategy import Strategy
@@ -60,19 +68,23 @@ class SynchronousServers(SynchronousAllReduce):
         self._service: Running | None = None
         self._network: ServerNetwork | None = None
         self._ranges: dict[ReducedBucket, list[tuple[int, int, int]]] = {}  # number of a range, its first and last + 1 element
+        self._range_bytes = RANGE_BYTES
         self._clock = 0  # rounds since what is served was arranged
         self._meeting: Pending | None = None  # of all workers, in the round under way
         super().__init__(replace(strategy, schedule=BUCKETS) if strategy.schedule == Buckets() else strategy, job, setting)
         if job.world_size > 1:
             self._network = network_of(job, servers_of(strategy).num_servers(job.world_size))
+        if self._planner is not None:
+            self._planner.measure = self._measure
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
-        check_answers(strategy)
+        check_codec(strategy)
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
         servers_of(strategy).num_servers(job.world_size)
+        check_crossing(optimizers, strategy)
 
     def _find_group(self) -> tuple[Group, str]:
         return self._job.world, "butterfly"  # of the notes, which are small
@@ -94,6 +106,7 @@ class SynchronousServers(SynchronousAllReduce):
         buckets = super().arrange(dense, sparse)
         if self._network is None:
             return buckets
+        assert self.plan is not None, "arranged"
         self._broadcast(f" to arrange them{self._label}", torch.zeros(1, device="cpu"))  # all have the same, or find out
         if self._service is not None:
             self._network.end(self._service)
@@ -107,12 +120,17 @@ class SynchronousServers(SynchronousAllReduce):
             servers=self._network.servers,
             workers=list(range(self._job.world_size)),
             replicas=servers_of(self._strategy).replicas,
-            range_bytes=range_bytes_for(parameters, len(self._network.servers)),
+            range_bytes=range_bytes_of(self.plan, parameters, len(self._network.servers)),
         )
+        self._range_bytes = model.range_bytes
         if model.parameters:
             self._service, self._clock = self._network.begin(model, self), 0
         self._ranges = _ranges_of(buckets, model)
         return buckets
+
+    def _measure(self, what: str) -> TransferCost:
+        assert self._network is not None
+        return cost_with_servers(self._job, self._network, servers_of(self._strategy).replicas, self._range_bytes)
 
     def close(self) -> None:
         super().close()
@@ -138,21 +156,23 @@ class SynchronousServers(SynchronousAllReduce):
 
     def _combine(self, bucket: ReducedBucket, values: Tensor, number: int, label: str) -> UnderWay:
         if self._service is None or not self._ranges[bucket]:
-            yield from super()._combine(bucket, values, number, label)
-            return
+            return super()._combine(bucket, values, number, label)
+        return self._by_servers(self._service, self._clock, bucket, values)
+
+    def _by_servers(self, service: Running, clock: int, bucket: ReducedBucket, values: Tensor) -> UnderWay:
         flat = values if values.dtype is torch.float32 and values.device.type == "cpu" else values.to("cpu", torch.float32)
-        yield self._sum(self._service, bucket, flat)
+        yield self._sum(service, clock, bucket, flat)
         flat.mul_(1.0 / self._job.world_size)
         if flat is not values:
             values.copy_(flat)
 
-    def _sum(self, service: Running, bucket: ReducedBucket, flat: Tensor) -> InProgress:
+    def _sum(self, service: Running, clock: int, bucket: ReducedBucket, flat: Tensor) -> InProgress:
         """Replace `flat`, which is this worker's, by the sum over all workers."""
-        memory, answers = flat.numpy(), []
+        memory, answers, urgency = flat.numpy(), [], urgency_with_servers(bucket.sending.urgency, self._range_bytes)
         for index, start, stop in self._ranges[bucket]:
             part = memory[start:stop].data
-            answers.append(service.request(Push(index, self._clock, part, {}, 0)))
-            answers.append(service.request(Pull(index, self._clock + 1, part)))
+            answers.append(service.request(Push(index, clock, part, {}, 0, urgency=urgency)))
+            answers.append(service.request(Pull(index, clock + 1, part, urgency=urgency, after_push=urgency is not None)))
         return Answers(answers, self._job.world_size)
 
     def _wait(self, buckets: Sequence[ReducedBucket]) -> None:
@@ -249,18 +269,13 @@ def _ranges_of(buckets: Sequence[ReducedBucket], model: ServedModel) -> dict[Red
     return ranges
 
 
-def check_answers(strategy: Strategy) -> None:
-    """The codecs and schedules that servers know."""
+def check_codec(strategy: Strategy) -> None:
+    """The codecs that servers know."""
     asked = f"aggregate={strategy.aggregate!r}"
     if strategy.compress.lossless is False:
         raise ConfigurationError(
             f"{asked} with compress={strategy.compress!r}: servers add up float32 values, and know of no codec.\n"
             f"Leave compress= out, or write aggregate=AllReduce()."
-        )
-    if not isinstance(strategy.schedule, FixedOrder):
-        raise ConfigurationError(
-            f"{asked} with schedule={strategy.schedule!r}: its plan is for transfers that are all-reduces.\n"
-            f"Leave schedule= out, write Buckets(bytes=...), WaitFree() or AfterBackward(), or aggregate=AllReduce()."
         )
 
 
