@@ -10,7 +10,7 @@ The protocol, as machines without input or output (`docs/parameter-server.md` ha
     head            what the first server of a range does: it takes pushes and answers pulls
     chains          the servers of each range: chains that break, are mended, lengthened and handed over
     server          the machine of a server
-    client          the machine of a worker; `routes` is where its requests go
+    client          the machine of a worker; `routes` is where its requests go, `request_order` when they leave
     lives           which life of a rank is meant
 
 In a job:
@@ -18,6 +18,7 @@ In a job:
     value           what a strategy names
     training        synchronous training with servers that only sum
     stepping        training with servers that step; `inventory` is what they keep, `stepping_admission` what is refused
+    transfer_order  what a schedule's plan means to pushes and pulls; `transfer_cost` measures what they cost
     sync_spec       an answer to `sync=` as data
     service         servers are told which models to serve
     network         how servers are started and reached; `process` is one of them
