@@ -535,7 +535,7 @@ def test_a_planted_part_is_never_written_to(tmp_path: Path, monkeypatch: pytest.
         checkpoint_file.write(folder / "c.pt", {"value": 1})
         assert victim.read_text() == "precious"
 
-        monkeypatch.setattr(checkpoint_file, "_remove_left", lambda target: None)
+        monkeypatch.setattr(checkpoint_file, "remove_left", lambda target: None)
         monkeypatch.setattr(secrets, "token_hex", lambda count: "0" * 16)
         plant(victim, folder / f"c.pt.{'0' * 16}.part")
         raised(lambda folder=folder: checkpoint_file.write(folder / "c.pt", {"value": 2}), FileExistsError)  # type: ignore[misc]

@@ -25,16 +25,14 @@ says what is lost.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -43,17 +41,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import stretto
-from stretto import checkpoint_file, plain_values, random_state
+from stretto import checkpoint_file, from_snapshot, plain_values, random_state
 from stretto.distributing import as_tuple, engine_of
 from stretto.engine.engine import Engine
 from stretto.engine.optimizer_state_entry import ENTRY
 from stretto.engine.state import kinds, load_exactly, put_together, take_apart
 from stretto.engine.training import TrainingState
-from stretto.errors import CheckpointError, ConfigurationError, StrettoError
+from stretto.errors import CheckpointError, ConfigurationError
+from stretto.from_snapshot import FromSnapshot
 from stretto.job import Job
 from stretto.launching.peers import ranks_text
 from stretto.plan.choose import Choices
 from stretto.sampler import Sampler
+from stretto.shared_file import all_succeed, received
 
 FORMAT = 2
 END_OF_ARCHIVE = b"\0\0"  # the length of a comment that is not there
@@ -100,10 +100,10 @@ def save(
             plain_values.check(extra, "extra")
         return _of_this_worker(engine, sampler)
 
-    mine = _all_succeed(engine.job, f"save({str(path)!r})", look)
+    mine = all_succeed(engine.job, f"save({str(path)!r})", look)
     everybody = engine.job.gather_object(mine)
     _check_loops(str(path), [worker.pop("loop") for worker in everybody])
-    _all_succeed(engine.job, f"save({str(path)!r})", engine.training.before_save)
+    all_succeed(engine.job, f"save({str(path)!r})", engine.training.before_save)
     for rank, tensors in enumerate(_collect_tensors(engine)):
         everybody[rank] |= tensors
 
@@ -117,7 +117,7 @@ def save(
             }
             checkpoint_file.write(Path(path), content)
 
-    _all_succeed(engine.job, f"save({str(path)!r})", write)
+    all_succeed(engine.job, f"save({str(path)!r})", write)
 
 
 def load(
@@ -130,6 +130,9 @@ def load(
 ) -> Resumed:
     """Take up training where `save` was called; also with another number of workers. All workers call it, after `distribute`.
 
+    `path` may also be a snapshot that `ParameterServer(snapshots=...)` has taken, or the folder with them, for the newest whole
+    one: `Resumed.extra` is then {"step": the steps that all workers had taken}.
+
     Rank 0 reads its `path`; the others need not see the file. A missing, damaged or unfitting checkpoint raises
     `CheckpointError` on all workers, and nothing has been changed then.
     """
@@ -137,9 +140,13 @@ def load(
     for each in sorted(engine.job.engines, key=lambda each: each.name):  # what `auto` chose is loaded for all models of the job
         each.flush()
         each.settle_or_forget()
-    with _received(engine.job, Path(path), what) as copy:
-        content = _all_succeed(engine.job, what, lambda: _checked(copy, engine, sampler))
-    resumed = _all_succeed(engine.job, what, lambda: _apply(content, engine, sampler))
+    snapshot = all_succeed(engine.job, what, lambda: from_snapshot.find(Path(path), engine) if engine.job.rank == 0 else None)
+    if engine.job.gather_object(snapshot is not None)[0]:
+        resumed = _of_snapshot(from_snapshot.load(engine, snapshot, what), sampler)
+    else:
+        with received(engine.job, Path(path), what, checkpoint_file.seal_of, END_OF_ARCHIVE) as copy:
+            content = all_succeed(engine.job, what, lambda: _checked(copy, engine, sampler))
+        resumed = all_succeed(engine.job, what, lambda: _apply(content, engine, sampler))
     engine.training.begin_anew()
     if engine.job.rank == 0:
         log.info("%s: saved by %d workers; carried over: %s", what, resumed.world_size, ", ".join(resumed.carried))
@@ -171,27 +178,6 @@ def _engine(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], job: J
             f"torch.save({{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}}, path)"
         )
     return engine
-
-
-def _all_succeed(job: Job, what: str, action: Callable[[], T]) -> T:
-    """Do `action`, which must not communicate, on every rank; return its result if nobody failed, else raise on all ranks."""
-    result, error = None, None
-    try:
-        result = action()
-    except Exception as caught:
-        error = caught
-    failures = job.gather_object(None if error is None else _told(error))
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise CheckpointError(f"{what} failed on rank {rank} of {job.world_size}: {failure}") from error
-    return result  # type: ignore[return-value]
-
-
-def _told(error: Exception) -> str:
-    if isinstance(error, StrettoError):
-        return str(error)
-    hint = "\nOnly rank 0 touches the file: look on its machine." if isinstance(error, OSError) else ""
-    return f"{type(error).__name__}: {error}{hint}"
 
 
 def _names(optimizers: Sequence[Any]) -> str:
@@ -312,50 +298,6 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _received(job: Job, path: Path, what: str) -> Iterator[str]:
-    """The path of a copy of rank 0's file, on every rank, in memory. Its checksum has been verified everywhere."""
-    with ExitStack() as opened:
-        source = _all_succeed(job, what, lambda: opened.enter_context(path.open("rb")) if job.rank == 0 else None)
-        header = _all_succeed(job, what, lambda: checkpoint_file.seal_of(source, path) if source is not None else None)
-        copy = _all_succeed(job, what, lambda: opened.enter_context(open(os.memfd_create("stretto checkpoint"), "wb")))
-        num_bytes, expected = job.gather_object(header)[0]
-        digest, problem = hashlib.sha256(), None
-        for start in range(0, num_bytes, checkpoint_file.PIECE_BYTES):
-            piece = _next_piece(job, source, min(checkpoint_file.PIECE_BYTES, num_bytes - start))
-            digest.update(piece)
-            problem = problem or _stored(copy, piece)  # after an error too all pieces are taken: others wait for us
-        problem = problem or _stored(copy, END_OF_ARCHIVE)
-
-        def check() -> None:
-            if problem is not None:
-                raise problem
-            checkpoint_file.check_digest(path, digest.hexdigest(), expected)
-
-        _all_succeed(job, what, check)
-        yield f"/proc/self/fd/{copy.fileno()}"
-
-
-def _stored(copy: IO[bytes], piece: bytes | memoryview) -> OSError | None:
-    try:
-        copy.write(piece)
-        copy.flush()
-    except OSError as error:
-        return error
-    return None
-
-
-def _next_piece(job: Job, source: IO[bytes] | None, num_bytes: int) -> memoryview:
-    """Broadcast the next bytes. If rank 0 cannot read them it sends zeros, for the others wait, and the checksum will not fit."""
-    piece = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
-    if source is not None:
-        try:
-            source.readinto(piece.numpy())  # type: ignore[attr-defined]
-        except OSError as error:
-            log.error("reading %s: %s", source.name, error)
-    return job.broadcast(piece).numpy().data
-
-
 def _checked(copy: str, engine: Engine, sampler: Sampler | None) -> dict[str, Any]:
     """What is in the checkpoint. Its tensors lie in the copy, which is to go: what stays for longer is taken from there."""
     model, optimizers = engine.model, engine.loop.optimizers
@@ -423,6 +365,11 @@ def _memory_difference(engine: Engine, entry: dict[str, Any]) -> str | None:
         return None
     exported = [entry["compress"]["shared"], *(worker["own"] for worker in entry["ranks"])]
     return next((problem for one in exported if (problem := engine.training.check_state(one)) is not None), None)
+
+
+def _of_snapshot(found: FromSnapshot, sampler: Sampler | None) -> Resumed:
+    place = [] if sampler is None else ["the place in the data (a snapshot of servers has none)"]
+    return Resumed({"step": found.steps}, found.world_size, tuple(found.carried), (*found.lost, *place))
 
 
 def _apply(content: dict[str, Any], engine: Engine, sampler: Sampler | None) -> Resumed:

@@ -59,7 +59,7 @@ def replacing(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
     """A new file, and its name until the block ends: then it is on the disk, and is what `path` names. If the block raises, the
     old file is untouched."""
     target = _target(path)
-    _remove_left(target)
+    remove_left(target)
     with _new_part(target) as (part, file):
         yield part, file
         file.flush()
@@ -110,7 +110,7 @@ def _lock(file: IO[bytes] | RawIOBase) -> bool:
     return True
 
 
-def _remove_left(target: Path) -> None:
+def remove_left(target: Path) -> None:
     """Remove what workers that were killed while writing this checkpoint have left."""
     with suppress(OSError):  # a folder that may not be listed has to be looked after by others
         names = os.listdir(target.parent)

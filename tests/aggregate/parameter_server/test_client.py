@@ -220,8 +220,8 @@ def test_an_export_is_asked_for_once_and_its_answer_is_the_bytes() -> None:
     (again,) = client.ask(Export(1))
     assert isinstance(again.error, ConfigurationError) and "is under way" in str(again.error)
     assert client.hear(8, RangeExported(2), b"of another range") == []
-    (answer,) = client.hear(8, RangeExported(1), b"all of it")
-    assert isinstance(answer, Reply) and answer.value == b"all of it"
+    (answer,) = client.hear(8, RangeExported(1, 7, 2, 4), b"all of it")
+    assert isinstance(answer, Reply) and answer.value == (b"all of it", 7, 2, 4)
     (wrong,) = client.ask(Export(9))
     assert isinstance(wrong.error, ConfigurationError) and "the model has 4 ranges" in str(wrong.error)
 

@@ -216,7 +216,7 @@ def test_a_range_is_filled_with_what_was_exported_and_with_nothing_else() -> Non
     source.push(0, 0, 0, (3, 4))
     before = state_of(source)
     (exported,) = source.tell(1, export)
-    assert exported.header == RangeExported(0) and state_of(source) == before
+    assert exported.header == RangeExported(0, 1, 0, 1) and state_of(source) == before
     (refused,) = target.tell(0, export)
     assert isinstance(refused.header, RequestRefused) and "nobody has filled the range" in refused.header.reason
     (refused,) = target.tell(0, fill, bytes(exported.payload) + b"more")

@@ -107,10 +107,19 @@ class Fill(NamedTuple):
 
 
 class Export(NamedTuple):
-    """All that the servers keep of a range. The reply is its bytes (`range_format.py`). Keep few of them under way: they are
-    longer than the values, and wait in the server's memory."""
+    """All that the servers keep of a range. The reply is `Exported`. Keep few of them under way: they are longer than the values,
+    and wait in the server's memory."""
 
     range: int
+
+
+class Exported(NamedTuple):
+    """A range as it was when the server answered: `content` is in `range_format.py`, clocks as in `RangeExported`."""
+
+    content: bytes
+    version: int
+    slowest: int
+    fastest: int
 
 
 class Enter(NamedTuple):
@@ -340,7 +349,8 @@ class ClientMachine(Machine):
         elif isinstance(request.header, (EnterRange, LeaveRange)):
             self._passed(route.index, header.clock if isinstance(header, RangeEntered) else 0)
         elif isinstance(header, RangeExported):
-            self._actions.append(Reply(request.ticket, bytes(payload)))
+            exported = Exported(bytes(payload), header.version, header.slowest, header.fastest)
+            self._actions.append(Reply(request.ticket, exported))
         elif request.into is not None and payload.nbytes != request.into.nbytes:
             self._fail(request, FrameError(source, f"{payload.nbytes} bytes of values for range {route.index}"))
         else:

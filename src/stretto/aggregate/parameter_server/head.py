@@ -147,7 +147,7 @@ class RangeHead:
             case FillValues(exported=exported):
                 self._fill(source, exported, payload)
             case ExportRange():
-                self._answer(source, RangeExported(self._range.index), self.replica.values.export())
+                self._export(source)
             case EnterRange(life=life, clock=clock):
                 self._enter(source, life, clock)
             case LeaveRange():
@@ -199,6 +199,11 @@ class RangeHead:
                 self._refuse(source, FillValues.__name__, -1, str(fault))
                 return
         self._answer(source, RangeFilled(self._range.index))
+
+    def _export(self, source: int) -> None:
+        clocks = [each.clock for each in self.replica.workers.values() if each.counts] or [self.replica.floor]
+        header = RangeExported(self._range.index, self.replica.version, min(clocks), max(clocks))
+        self._answer(source, header, self.replica.values.export())
 
     def _push(self, source: int, push: PushGradient, payload: memoryview) -> None:
         clock, index = push.clock, self._range.index

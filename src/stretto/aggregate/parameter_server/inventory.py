@@ -140,7 +140,7 @@ class Inventory:
             for piece in each.slices:
                 kept = found.setdefault(piece.name, Kept(scalars=dict(content.scalars)))
                 end = begin + piece.stop - piece.start
-                for name, array in _arrays_of(content).items():
+                for name, array in arrays_of(content).items():
                     whole = kept.vectors.setdefault(name, torch.empty(lengths[piece.name], dtype=torch.float32, device="cpu"))
                     whole[piece.start : piece.stop].copy_(torch.from_numpy(array[begin:end].copy()))
                 begin = end
@@ -182,6 +182,6 @@ def _joined(parts: Sequence[tuple[Kept, ParameterSlice]], name: str) -> np.ndarr
     return joined
 
 
-def _arrays_of(content: RangeContent) -> dict[str, Any]:
+def arrays_of(content: RangeContent) -> dict[str, Any]:
     arrays: dict[str, Any] = {VALUES: content.values, **content.vectors}
     return arrays if content.mean_square is None else arrays | {MEAN_SQUARE: content.mean_square}

@@ -203,9 +203,13 @@ class RangeFilled(msgspec.Struct, frozen=True, tag=True):
 
 
 class RangeExported(msgspec.Struct, frozen=True, tag=True):
-    """The payload is in `range_format.py`."""
+    """The payload is in `range_format.py`. All gradients of earlier clocks than `slowest` are in it, and none from `fastest` on:
+    the clocks of the workers that count."""
 
     range: int
+    version: int = 0
+    slowest: int = 0
+    fastest: int = 0
 
 
 class RangeEntered(msgspec.Struct, frozen=True, tag=True):

@@ -108,6 +108,10 @@ class ServerNetwork:
     def bytes_sent(self) -> int:
         return self._wire.bytes_sent
 
+    def is_first_worker(self) -> bool:
+        """Whether this is the worker of the lowest rank among those that are here: it does what one of them has to do."""
+        return all(rank in self._wire.lost for rank in range(self._job.rank))
+
     def end(self, running: Running) -> None:
         """This worker needs the model no longer, and nobody is to wait for it. Sends, and waits for nobody."""
         if self._served.pop(running.channel, None) is None:

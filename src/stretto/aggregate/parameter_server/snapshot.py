@@ -108,6 +108,34 @@ def read_snapshot(path: Path) -> Iterator[Snapshot]:
         yield Snapshot(header, _ranges(file, stop, path))
 
 
+def is_snapshot(path: Path) -> bool:
+    """Whether it begins as one. What is no regular file is not opened."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def seal_of(file: IO[bytes], path: Path) -> tuple[int, str]:
+    """(bytes covered, their sha256) as the end of the file says; the file is left at its beginning."""
+    size = file.seek(0, os.SEEK_END)
+    if size < START.size + DIGEST_BYTES:
+        raise _no_snapshot(path, f"it has {size} bytes")
+    file.seek(size - DIGEST_BYTES)
+    digest = file.read(DIGEST_BYTES)
+    file.seek(0)
+    return size - DIGEST_BYTES, digest.hex()
+
+
+def check_snapshot(path: Path) -> None:
+    """Whether it is whole. Raises `CheckpointError` if it is not."""
+    with read_snapshot(path):
+        pass
+
+
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     try:

@@ -38,9 +38,12 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -54,12 +57,14 @@ from stretto.aggregate.parameter_server.inventory import MEAN_SQUARE, VALUES, In
 from stretto.aggregate.parameter_server.layout import ParameterRange, range_bytes_for
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
 from stretto.aggregate.parameter_server.service import ServedModel
+from stretto.aggregate.parameter_server.snapshot_subject import begin_snapshots
+from stretto.aggregate.parameter_server.snapshots import SnapshotTaker, prepare_folder
 from stretto.aggregate.parameter_server.sync_spec import SyncSpec
 from stretto.aggregate.parameter_server.training import check_codec, network_of, servers_of
 from stretto.engine.bucket import Bucket
 from stretto.engine.finite import is_finite
 from stretto.engine.training import NOBODY, Named, RoundEnd, RoundResult, Setting, TensorsByName, Training, TrainingState
-from stretto.errors import NonFiniteGradient, StrettoError, WireError
+from stretto.errors import NonFiniteGradient, PeerLost, StrettoError, WireError
 from stretto.job import Job
 from stretto.protocol.loop import Running
 from stretto.sync.asynchronous import Asynchronous
@@ -110,6 +115,8 @@ class SteppingServers(Training[Bucket]):
         self._unsettled: list[Step] = []
         self._under_way: dict[int, Step] = {}  # by optimizer
         self._broken: StrettoError | None = None
+        self._snapshots: SnapshotTaker | None = None
+        self.steps_before = 0  # of the training that this one goes on from
         self._handles: list[RemovableHandle] = []
         self._fetched: set[int] = set()  # optimizers whose state is here for the length of a `state_dict`
         self._left: TrainingState | None = None  # what was remembered, once the model and the optimizers hold the rest again
@@ -175,9 +182,24 @@ class SteppingServers(Training[Bucket]):
             self._clear_state(optimizer)  # it is on the servers
         self._pull_all()
         self._job.barrier()  # nobody pushes before all have the values that training begins with
+        self._snapshots = begin_snapshots(
+            self._strategy,
+            self._job,
+            self._setting,
+            self._network,
+            self._service,
+            self._inventory,
+            self._ranges,
+            self.steps_before,
+        )
+        if self._snapshots is not None:
+            weakref.finalize(self, self._snapshots.end).atexit = False
 
     def _fill(self) -> str | None:
+        folder = servers_of(self._strategy).snapshots
         try:
+            if folder is not None:
+                prepare_folder(Path(folder))
             self._a_few_at_a_time(
                 [self._begin_with(each) for each in self._ranges], "to take the values that training begins with"
             )
@@ -223,6 +245,9 @@ class SteppingServers(Training[Bucket]):
 
     def _end_service(self) -> None:
         assert self._network is not None and self._service is not None
+        if self._snapshots is not None:
+            self._snapshots.end()
+            self._snapshots = None
         self._network.end(self._service)
         self._service = None
         self._under_way.clear()
@@ -349,15 +374,19 @@ class SteppingServers(Training[Bucket]):
             self._job.tracer.span("wait", what, begin_ns)
         for answer in done:
             if (problem := answer.exception()) is not None:
-                self._broken = (
-                    problem if isinstance(problem, StrettoError) else StrettoError(f"a request has failed: {problem!r}")
-                )
+                self._broken = self._explained(problem)
                 raise self._broken
         if missing:
             self._broken = self._too_late(what, patience_s)
             assert self._network is not None and self._service is not None
             self._network.give_up(self._service, self._broken)
             raise self._broken
+
+    def _explained(self, problem: BaseException) -> StrettoError:
+        """With where to go on from, if a part of the model is lost."""
+        if isinstance(problem, PeerLost) and self._snapshots is not None:
+            return PeerLost(problem.rank, f"{problem.reason}.\n{self._snapshots.advice(time.time())}")
+        return problem if isinstance(problem, StrettoError) else StrettoError(f"a request has failed: {problem!r}")
 
     def _too_late(self, what: str, patience_s: float) -> WireError:
         return WireError(
@@ -381,8 +410,9 @@ class SteppingServers(Training[Bucket]):
     def _export(self, ranges: Sequence[ParameterRange]) -> dict[str, Kept]:
         if self._broken is not None:
             raise self._broken
-        exported = self._a_few_at_a_time([Export(each.index) for each in ranges], "for the state of the servers")
-        return self._inventory.read(zip(ranges, exported, strict=True))
+        with nullcontext() if self._snapshots is None else self._snapshots.exporting:
+            exported = self._a_few_at_a_time([Export(each.index) for each in ranges], "for the state of the servers")
+        return self._inventory.read((each, found.content) for each, found in zip(ranges, exported, strict=True))
 
     def _fetch_state(self, optimizer: Optimizer) -> None:
         """Before `state_dict`. A state that the program has loaded stays."""

@@ -80,6 +80,12 @@ class SynchronousServers(SynchronousAllReduce):
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
         check_codec(strategy)
+        if servers_of(strategy).snapshots is not None:
+            raise ConfigurationError(
+                f"{strategy.aggregate!r} with sync={strategy.sync!r}: there the workers step and have everything, and "
+                f"servers have sums, of which nothing could go on.\nLeave snapshots= out and call stretto.save, or write another "
+                f"sync=, such as StaleSynchronous(3)."
+            )
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:

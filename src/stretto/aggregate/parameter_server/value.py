@@ -12,7 +12,8 @@ class ParameterServer:
     """Servers, each with a shard of the model, in processes of their own beside the workers: nothing has to be set up.
 
     `shards`: how many; None: one for each worker. `replicas`: on how many further servers each part of the model is kept, so that
-    as many servers may die at once.
+    as many servers may die at once. `snapshots`: a folder into which what the servers have is written `every_s` seconds, while
+    training goes on, where servers step; `stretto.load` takes it. None: nowhere.
 
     Cost for m bytes, P workers and S servers that share the workers' network cards: a worker sends m and receives m, a server
     receives P m / S and sends as much. With S = P, of which each worker's own server costs no network, every card carries
@@ -27,6 +28,8 @@ class ParameterServer:
 
     shards: int | None = None
     replicas: int = 0
+    snapshots: str | None = None
+    every_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.shards is not None and (isinstance(self.shards, bool) or not isinstance(self.shards, int) or self.shards < 1):
@@ -43,6 +46,17 @@ class ParameterServer:
             raise ConfigurationError(
                 f"ParameterServer(shards={self.shards}, replicas={self.replicas}): a copy lies on another server than what it is "
                 f"a copy of, so there are fewer copies than servers.\nWrite shards={self.replicas + 1}, or replicas=0."
+            )
+
+        if self.snapshots is not None and (not isinstance(self.snapshots, str) or not self.snapshots):
+            raise ConfigurationError(
+                f"ParameterServer(snapshots={self.snapshots!r}): the path of a folder is a text, as a strategy can be written "
+                f'down.\nWrite for instance snapshots="run/snapshots".'
+            )
+        if isinstance(self.every_s, bool) or not isinstance(self.every_s, (int, float)) or not 0 < self.every_s < 1e9:
+            raise ConfigurationError(
+                f"ParameterServer(every_s={self.every_s!r}): seconds from the end of one snapshot to the beginning of the next, "
+                f"a positive number. Write for instance every_s=60."
             )
 
     def num_servers(self, num_workers: int) -> int:
