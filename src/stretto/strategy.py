@@ -1,7 +1,7 @@
 """Strategy: five questions about data-parallel training, answered by five small values.
 
     aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer),
-                                                             ParameterServer(shards, replicas), SharedMemory()
+                                                             ParameterServer(shards, replicas, snapshots, every_s), SharedMemory()
     sync        when?                                        Synchronous(); with servers also StaleSynchronous(bound),
                                                              Asynchronous(staleness_aware, delay_compensation), SoftSync(n),
                                                              BackupWorkers(spare); in shared memory Asynchronous()

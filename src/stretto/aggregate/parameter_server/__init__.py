@@ -19,6 +19,8 @@ In a job:
     training        synchronous training with servers that only sum
     stepping        training with servers that step; `inventory` is what they keep, `stepping_admission` what is refused
     transfer_order  what a schedule's plan means to pushes and pulls; `transfer_cost` measures what they cost
+    snapshots       what they have, written to disk while training goes on: who, when and where; `snapshot_content` is what is in
+                    a file, and `snapshot_subject` what a worker adds
     sync_spec       an answer to `sync=` as data
     service         servers are told which models to serve
     network         how servers are started and reached; `process` is one of them
