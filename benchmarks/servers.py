@@ -4,7 +4,8 @@
     python benchmarks/servers.py --rate 1gbit
     python benchmarks/servers.py --quick               few rounds: does the script work?
 
-A worker and a server share each host and its link, so the bytes on a link are those of the ring. On two processors the servers
+A worker and a server share each host and its link, so the bytes on a link are those of the ring. 4 hosts more have a server each
+and nothing else, for the row "on hosts of their own", where a link carries the model once each way. On two processors the servers
 also take time from the model. Writes `servers_MACHINE_DATE.json` and `.md`. Let the machine be idle. Needs the lab.
 """
 
@@ -25,30 +26,32 @@ from stretto.bench.table_text import seconds, spread
 from stretto.bench.turns import quartiles
 
 WORKER = Path(__file__).with_name("compress_worker.py")
-RING, FOUR = "ring", "4 servers"
+RING, FOUR, APART = "ring", "4 servers", "4 servers on hosts of their own"
 STRATEGIES = {
     RING: 'Strategy(aggregate=AllReduce("ring"), schedule=Buckets(bytes=4194304))',
-    FOUR: "Strategy(aggregate=ParameterServer())",
-    "4 servers, 1 copy": "Strategy(aggregate=ParameterServer(replicas=1))",
-    "2 servers": "Strategy(aggregate=ParameterServer(shards=2))",
-    "1 server": "Strategy(aggregate=ParameterServer(shards=1))",
+    FOUR: 'Strategy(aggregate=ParameterServer(placement="beside"))',
+    APART: 'Strategy(aggregate=ParameterServer(placement="dedicated"))',
+    "4 servers, 1 copy": 'Strategy(aggregate=ParameterServer(replicas=1, placement="beside"))',
+    "2 servers": 'Strategy(aggregate=ParameterServer(shards=2, placement="beside"))',
+    "1 server": 'Strategy(aggregate=ParameterServer(shards=1, placement="beside"))',
 }
-OF_RING = 0.9
+OF_RING = {FOUR: 0.9, APART: 1.2}
 
 
 def run(settings: CompressStepSettings) -> CompressStepReport:
-    answer = run_workers(str(WORKER), settings, os.environ, workers=settings.hosts, lab=True, rate=settings.rate)
+    answer = run_workers(str(WORKER), settings, os.environ, workers=settings.hosts, lab=True, rate=settings.rate, servers=4)
     return msgspec.json.decode(answer, type=CompressStepReport)
 
 
 def claims(report: CompressStepReport) -> list[str]:
     rows = {row.contender: row.seconds for row in report.rows}
-    found = ratio(rows[RING], rows[FOUR])
-    verdict = found.at_least(OF_RING, report.settings.rounds)
-    return [
-        *harness.table("links", "claim", "target", "measured", "verdict"),
-        f"| {report.settings.rate} | {FOUR}, x {RING}, at least | {OF_RING} | {found} | {verdict} |",
-    ]
+    lines = harness.table("links", "claim", "target", "measured", "verdict")
+    for name, target in OF_RING.items():
+        if name in rows:  # earlier results are without hosts for servers
+            found = ratio(rows[RING], rows[name])
+            verdict = found.at_least(target, report.settings.rounds)
+            lines.append(f"| {report.settings.rate} | {name}, x {RING}, at least | {target} | {found} | {verdict} |")
+    return lines
 
 
 def as_markdown(report: CompressStepReport, command: str) -> list[str]:

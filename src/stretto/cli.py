@@ -57,7 +57,12 @@ class Verbatim(TyperCommand):
 def run(
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m, a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, passed on untouched.")] = None,
-    workers: Annotated[int, typer.Option("-n", "--workers", help="Workers on this machine.")] = 1,
+    workers: Annotated[
+        str, typer.Option("-n", "--workers", metavar="N", help="Workers on each machine; or on one after the other: 2,2,0.")
+    ] = "1",
+    servers: Annotated[
+        str, typer.Option("--servers", metavar="N", help="Parameter servers on each machine; or on one after the other: 0,0,2.")
+    ] = "0",
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
     nodes: Annotated[int, typer.Option(help="How many machines, each running this command.")] = 1,
     node: Annotated[int | None, typer.Option(help="Which of them this is: 0, 1, ...")] = None,
@@ -92,13 +97,14 @@ def run(
     exit code is ours. With --max-restarts all begin anew, and a script that loads its last checkpoint goes on from there;
     with --min-workers those that are left go on, as far as their strategy can, and the exit code at the end is 3.
     """
-    from stretto.launching import launch, launch_plan
+    from stretto.launching import launch, launch_plan, node_servers
 
     plan = launch_plan.make_plan(
         target,
         arguments or [],
         module=module,
         workers=workers,
+        servers=servers,
         nodes=nodes,
         node=node,
         rendezvous=rendezvous,
@@ -112,7 +118,45 @@ def run(
         min_workers=min_workers,
         strategy=strategy,
     )
+    node_servers.check_environment(plan, os.environ)
     raise typer.Exit(launch.run(plan, os.environ))
+
+
+@app.command()
+def serve(
+    rendezvous: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where workers and servers meet, on rank 0's host; as in STRETTO_SERVERS.")
+    ],
+    workers: Annotated[int, typer.Option(help="How many workers the job has, in all.")],
+    servers: Annotated[int, typer.Option(help="How many servers the job has, in all.")] = 1,
+    number: Annotated[int, typer.Option(help="Which of them this is: 0, 1, ...")] = 0,
+    secret_file: Annotated[Path | None, typer.Option(help="From `stretto secret`; the job's.")] = None,
+    encrypt: Annotated[
+        bool | None, typer.Option("--encrypt/--no-encrypt", help="As the job. Default: STRETTO_ENCRYPT=on|off, else on.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long to wait for a peer, as the job.")] = None,
+    meet_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="How long all may take to meet. Default: --timeout, else 600.")
+    ] = None,
+    forever: Annotated[bool, typer.Option("--forever", help="When a job has ended, wait for the next one.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing while all goes well.")] = False,
+) -> None:
+    """Be a parameter server for a job whose workers are started elsewhere, with STRETTO_SERVERS=SERVERS@HOST:PORT.
+
+    It ends when the last worker has left. Ctrl-C ends it at once; SIGTERM only while it waits, for it follows the workers.
+    """
+    from stretto.launching import launch_plan, server_meeting
+
+    launch_plan.check_seconds("--timeout", timeout)
+    launch_plan.check_seconds("--meet-timeout", meet_timeout)
+    server = server_meeting.joining_server(
+        os.environ, number=number, num_servers=servers, num_workers=workers, rendezvous=rendezvous, secret_file=secret_file,
+        encrypt=encrypt,
+    )  # fmt: skip
+    from stretto.aggregate.parameter_server import dedicated  # brings in torch: not for a command line that is refused
+
+    timeouts = server_meeting.server_timeouts(os.environ, timeout, meet_timeout)
+    raise typer.Exit(dedicated.run(server, timeouts, forever=forever, quiet=quiet))
 
 
 @app.command()

@@ -22,11 +22,12 @@ from stretto.collectives.group import Group
 from stretto.collectives.plan import Kind
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
 from stretto.collectives.started import Started
-from stretto.errors import ConfigurationError, StrettoError, WireError
+from stretto.errors import ConfigurationError, JobError, StrettoError, WireError
 from stretto.launching.detect import Launch
 from stretto.launching.introduce import farewell, find_rendezvous, introduce, local_address
 from stretto.launching.ledger_file import write_ledger
 from stretto.launching.peers import Peer
+from stretto.launching.server_meeting import did_not_meet, launch_of_worker, open_rendezvous
 from stretto.observe import trace
 from stretto.observe.clocks import clock_offset
 from stretto.observe.ledger import Ledger
@@ -66,7 +67,9 @@ class Job:
         self.leaves_in_order = True  # with a goodbye, and not because of an exception
         self.engines: WeakSet[Any] = WeakSet()  # of the models that train in this job
         self.threads: WeakSet[Any] = WeakSet()  # and fabrics: what has a stop() to be called before the job is left
-        self.server_networks: dict[int, Any] = {}  # number of servers -> `ServerNetwork`, once a model is trained with them
+        self.to_servers: CommunicationThread | None = None  # that were started apart, until a `ServerNetwork` takes it over
+        # Number of servers beside the workers, 0 for those that were started apart -> `ServerNetwork`, once they are used
+        self.server_networks: dict[int, Any] = {}
         self.more_wires: Callable[[str, int], list[Wire]] | None = None  # in tests: of workers and servers that are threads
         self.weight = 1.0  # of this worker's gradients in a mean; see `stretto.weight`
         self.at_exit: Finalize | None = None
@@ -206,6 +209,10 @@ class Job:
             self._say_if_unused()
         for thread in list(self.threads):
             thread.stop()
+        if self.to_servers is not None:
+            if goodbye and self.rank == 0:
+                log.warning("the servers of this job were not used: no model was distributed with aggregate=ParameterServer()")
+            _end(self.to_servers, self.timeouts, goodbye=goodbye)
         if self._communication is not None and self.wire is not None:
             self._communication.stop(self.timeouts.leave_s)
             self.write_trace()
@@ -222,6 +229,25 @@ class Job:
             self.write_trace()
         if goodbye:
             farewell(self.launch)
+
+    def meet_servers(self) -> None:
+        """Where servers were started apart: wait for them, and connect. On all ranks."""
+        if self.launch.servers is None:
+            return
+        ours, problem = launch_of_worker(self.launch), ""
+        try:
+            open_rendezvous(ours, self.timeouts)
+        except (JobError, OSError) as error:
+            problem = str(error)
+        problem = self.gather_object(problem)[0]
+        self._collectives_of_ours = self.ledger.collectives.total()
+        if problem:
+            raise JobError(f"rank 0 could not start the coordinator at which workers and servers meet: {problem}")
+        try:
+            wire = meet(ours, self.timeouts)
+        except JobError as error:
+            raise did_not_meet(self.launch, error) from error
+        self.to_servers = CommunicationThread(Communicator(wire, self.timeouts))
 
     def _say_if_unused(self) -> None:
         """Collectives take all workers, so what rank 0 has not called nobody has. Workers may well have nothing to do with each
@@ -299,7 +325,34 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
         raise
     job = Job(launch, table.peers, ours, timeouts, None if backend is None else _native_group(backend, ours, timeouts))
     job.wire_names |= {backend or ("tcp" if isinstance(ours, TcpWire) else "zeromq")}
+    try:
+        job.meet_servers()
+    except BaseException:
+        job.close(goodbye=False)
+        raise
     return job
+
+
+def meet(launch: Launch, timeouts: Timeouts) -> TcpWire | ZeroMQWire:
+    """Introduced and connected to all others of a job, whose coordinator has done its work then."""
+    wire = make_wire(launch, timeouts, "auto")
+    try:
+        table = introduce(launch, wire.address, timeouts)
+        wire.connect(table.peers, table.nonce)
+    except BaseException:
+        wire.abandon()
+        raise
+    farewell(launch)
+    return wire
+
+
+def _end(communication: CommunicationThread, timeouts: Timeouts, *, goodbye: bool) -> None:
+    wire = communication.communicator.wire
+    communication.stop(timeouts.leave_s)
+    if goodbye:
+        wire.close()
+    else:
+        wire.abandon()
 
 
 def make_wire(launch: Launch, timeouts: Timeouts, wire: WireName) -> TcpWire | ZeroMQWire:

@@ -608,7 +608,7 @@ def test_encryption_is_as_the_user_says_and_workers_and_coordinator_agree(
 
 
 def test_no_secret_is_shown_by_the_repr_of_what_holds_it() -> None:
-    plan = launch_plan.RunPlan(command=("x.py",), workers=1, secret=b"\x5a" * 32)
+    plan = launch_plan.RunPlan(command=("x.py",), workers_of=(1,), secret=b"\x5a" * 32)
     run = SharedByHosts(world_size=2, workers=1, rendezvous=None, secret="5a" * 32, encrypt=False, master_port=1)
     command = Command(argv=[b"python"], environment={"STRETTO_SECRET": b"5a" * 32}, directory=b"/")
 
@@ -630,7 +630,7 @@ def test_no_secret_is_shown_by_the_repr_of_what_holds_it() -> None:
 def test_the_command_line_decides_on_encryption_then_the_variable_then_the_number_of_machines(
     nodes: int, option: bool | None, variable: str | None, expected: bool
 ) -> None:
-    plan = launch_plan.RunPlan(command=("x.py",), workers=1, nodes=nodes, secret=bytes(32), encrypt=option)
+    plan = launch_plan.RunPlan(command=("x.py",), workers_of=(1,) * nodes, secret=bytes(32), encrypt=option)
 
     assert launch_plan.encrypted(plan, {} if variable is None else {"STRETTO_ENCRYPT": variable}) == expected
     with pytest.raises(ConfigurationError, match="STRETTO_ENCRYPT='maybe'"):
@@ -750,7 +750,7 @@ def test_nodes_meet_where_the_name_of_node_0_means_a_loopback_address_on_its_own
 
 def test_where_node_0_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     def bind(host: str, nodes: int = 2) -> str:
-        plan = launch_plan.RunPlan(command=("x",), workers=1, nodes=nodes, rendezvous=(host, 0), secret=bytes(32))
+        plan = launch_plan.RunPlan(command=("x",), workers_of=(1,) * nodes, rendezvous=(host, 0), secret=bytes(32))
         return launch_plan.bind_address(plan)[0]
 
     assert bind("localhost") == "0.0.0.0"
@@ -888,13 +888,12 @@ def test_a_rendezvous_that_cannot_work_is_refused_with_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
-        ((0, 1, None, 0), "-n 0"),
-        ((1, 2, 2, 0), "--node 2 with --nodes 2"),
-        ((1, 2, None, 0), "--nodes 2 without --node"),
-        ((1, 1, None, -1), "--max-restarts -1"),
+        ((2, 2, 0), "--node 2 with --nodes 2"),
+        ((2, None, 0), "--nodes 2 without --node"),
+        ((1, None, -1), "--max-restarts -1"),
     ],
 )
-def test_counts_that_cannot_work_are_refused(counts: tuple[int, int, int | None, int], said: str) -> None:
+def test_counts_that_cannot_work_are_refused(counts: tuple[int, int | None, int], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         launch_plan.check_counts(*counts)
 

@@ -52,7 +52,8 @@ def app(args: list[str], prog_name: str, obj: Mapping[str, str]) -> None:
 def lab(
     context: typer.Context,
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND [ARGS]...", help="Runs on every host.")],
-    hosts: Annotated[int, typer.Option(help="How many virtual hosts.")] = 2,
+    hosts: Annotated[int, typer.Option(help="How many virtual hosts run it.")] = 2,
+    servers: Annotated[int, typer.Option(help="So many hosts more, each with a parameter server.")] = 0,
     workers: Annotated[int, typer.Option("--workers", "-n", help="How often it runs on each host, as one rank each.")] = 1,
     rate: Annotated[str | None, typer.Option(help="Speed of links, both ways: 1gbit, 100mbit. Default: full.")] = None,
     slow: Annotated[list[str] | None, typer.Option(help="1=4x: host 1 runs 4 times slower. May be repeated.")] = None,
@@ -73,9 +74,9 @@ def lab(
     if trace is not None:
         environ = {**environ, "STRETTO_TRACE": str(trace_folder(trace))}
     asked = switch(environ, "STRETTO_ENCRYPT", default=False) if encrypt is None else encrypt
-    with _signals_raise(), Lab(hosts, rate, slow=factors, encrypt=asked, name=name, environ=environ) as made:
+    with _signals_raise(), Lab(hosts, rate, servers=servers, slow=factors, encrypt=asked, name=name, environ=environ) as made:
         _say(_greeting(made, rate, factors))
-        output = _HostOutput(made.hosts, workers, colour=wants_colour(sys.stdout, environ))
+        output = _HostOutput(made, workers, colour=wants_colour(sys.stdout, environ))
         code = _run(made, command, workers, output)
     raise typer.Exit(code)
 
@@ -167,8 +168,9 @@ def _handled_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[
 class _HostOutput:
     """What hosts write, as whole lines with the host in front; fed by the lab's thread, timed by the main one."""
 
-    def __init__(self, hosts: int, workers: int, *, colour: bool) -> None:
-        names = [_name(rank, workers) for rank in range(hosts * workers)]
+    def __init__(self, made: Lab, workers: int, *, colour: bool) -> None:
+        names = [_name(rank, workers) for rank in range(made.worker_hosts * workers)]
+        names += [f"host {host}, server" for host in range(made.worker_hosts, made.hosts)]
         width = max(map(len, names))
         self._lines = [Lines(prefix_of(name, width, rank if colour else None)) for rank, name in enumerate(names)]
         self._lock = threading.Lock()
@@ -214,8 +216,10 @@ def _say(text: str) -> None:
 def _greeting(made: Lab, rate: str | None, factors: dict[int, float]) -> str:
     slow = "".join(f", host {host} {factor:g} times slower" for host, factor in factors.items())
     wire = "encrypted" if made.encrypt else "not encrypted (--encrypt)"
+    number = made.hosts - made.worker_hosts
+    servers = f" and {number} with a server each" if number else ""
     return (
-        f"stretto lab {made.name}: {made.hosts} hosts, links {describe_rate(parse_rate(rate))}{slow}, "
+        f"stretto lab {made.name}: {made.worker_hosts} hosts{servers}, links {describe_rate(parse_rate(rate))}{slow}, "
         f"stretto's wire {wire}. Cut a link from another terminal: stretto lab cut 0"
     )
 
@@ -225,8 +229,8 @@ def _report(job: LabJob, traffic: list[Traffic], code: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    ledgers = _by_host(job, len(traffic))
-    workers = len(job.processes) // len(traffic)
+    ledgers = _by_host(job, len(traffic) - len(job.servers))
+    workers = len(job.processes) // (len(traffic) - len(job.servers))
     table = Table("host", "sent", "received", title="bytes through the interfaces")
     if any(ledger is not None for ledger in ledgers):
         table.add_column("sent by stretto's count")
@@ -246,10 +250,10 @@ def _report(job: LabJob, traffic: list[Traffic], code: int) -> None:
 
 
 def _by_host(job: LabJob, hosts: int) -> list[WireCount | None]:
-    """What the wires of each host's workers counted together; None where one of them left no count."""
+    """What the wires of each host's workers counted together, then those of servers; None where one of them left no count."""
     ledgers = job.ledgers()
     workers = len(ledgers) // hosts
-    return [_total(ledgers[host * workers : (host + 1) * workers]) for host in range(hosts)]
+    return [_total(ledgers[host * workers : (host + 1) * workers]) for host in range(hosts)] + job.server_ledgers()
 
 
 def _total(ledgers: list[WireCount | None]) -> WireCount | None:

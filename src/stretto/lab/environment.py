@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stretto.lab.network import address
+from stretto.launching import coordinator_process
 from stretto.launching.hosts import split_address
 from stretto.launching.launch_plan import job_variables, threads_each
 
@@ -26,6 +27,7 @@ class SharedByHosts:
     secret: str = field(repr=False)
     encrypt: bool
     master_port: int
+    servers: str | None = None  # as STRETTO_SERVERS has it
 
 
 def host_environment(base: Mapping[str, str], run: SharedByHosts, rank: int, ledger: str) -> dict[str, str]:
@@ -45,6 +47,14 @@ def host_environment(base: Mapping[str, str], run: SharedByHosts, rank: int, led
         secret=bytes.fromhex(run.secret),
         encrypt=run.encrypt,
     )
+    if run.servers is not None:
+        environment["STRETTO_SERVERS"] = run.servers
     if run.rendezvous is None:
         del environment["STRETTO_RENDEZVOUS"]
     return environment | {"STRETTO_LEDGER": ledger} | dict.fromkeys(_INTERFACES, "eth0")
+
+
+def server_variables(base: Mapping[str, str], secret: str, ledger: str) -> dict[str, str]:
+    """The environment of a host's parameter server, which has the rest on its command line."""
+    own = {"STRETTO_SECRET": secret, "STRETTO_LEDGER": ledger, "PYTHONSAFEPATH": "1"}
+    return {"OMP_NUM_THREADS": "1", **coordinator_process.importing_stretto(base), **own}

@@ -28,7 +28,7 @@ from stretto.errors import ConfigurationError, JobError
 from stretto.lab import messages
 from stretto.lab.connection import LabConnection, LabProcess, Sink
 from stretto.lab.control import LabFolder
-from stretto.lab.environment import SharedByHosts, host_environment
+from stretto.lab.environment import SharedByHosts, host_environment, server_variables
 from stretto.lab.ledger import Traffic
 from stretto.lab.network import MAX_HOSTS, address
 from stretto.lab.rates import parse_rate
@@ -36,8 +36,10 @@ from stretto.lab.slow import check_factor
 from stretto.launching import coordinator_process
 from stretto.launching.detect import own_environment
 from stretto.launching.ledger_file import WireCount, read_ledger
+from stretto.launching.server_meeting import JoiningServer
 
 _FIRST_MASTER_PORT = 29500
+_FIRST_SERVER_PORT = 30500
 _READY_S = 30.0
 _TERMINATE_S = 3.0
 _KILL_S = 10.0  # what is killed ends at once, unless the machine stalls
@@ -56,7 +58,8 @@ class Result:
 class Lab:
     """Virtual hosts; a context manager. See the module's text.
 
-    `rate` shapes every link both ways, None leaves links as fast as the machine. `slow` maps hosts to how many times
+    `servers`: so many hosts more, each for a parameter server instead of workers. `rate` shapes every link both ways, None leaves
+    links as fast as the machine. `slow` maps hosts to how many times
     slower they run. `encrypt` turns encryption of stretto's wire on. `name` is for `stretto lab cut --name`;
     `environ` replaces the environment that commands inherit.
     """
@@ -66,14 +69,16 @@ class Lab:
         hosts: int,
         rate: str | None = None,
         *,
+        servers: int = 0,
         slow: Mapping[int, float] | None = None,
         encrypt: bool = False,
         name: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        _check_hosts(hosts)
+        _check_hosts(hosts, servers)
         _check_pyroute2()
-        self.hosts = hosts
+        self.worker_hosts = hosts
+        self.hosts = hosts = hosts + servers
         self.encrypt = encrypt
         self._environ = own_environment() if environ is None else dict(environ)
         setup = messages.Setup([parse_rate(rate)] * hosts, _factors(hosts, slow or {}))
@@ -148,19 +153,27 @@ class Lab:
         coordinator: bool = True,
         sink: Sink | None = None,
     ) -> LabJob:
-        """Start the command `workers` times on every host, as ranks of one job, with its variables. `env` goes on top.
+        """Start the command `workers` times on every host, as ranks of one job, with its variables. `env` goes on top. The hosts
+        behind those of the workers run a parameter server each, if there are any, which follows the workers.
 
         Without a coordinator stretto's workers cannot meet; torch's own can.
         """
         _check_argv(argv)
-        _check_workers(workers)
+        _check_workers(workers, self)
         self._jobs += 1
         port = _FIRST_MASTER_PORT + self._jobs % 1000  # a job before this one may not have let go of its port
         secret = secrets.token_hex(32)
-        world_size = self.hosts * workers
+        world_size = self.worker_hosts * workers
+        servers = self._servers(world_size, bytes.fromhex(secret)) if coordinator else []
         service, rendezvous = self._start_coordinator(secret, world_size) if coordinator else (None, None)
         run = SharedByHosts(
-            world_size=world_size, workers=workers, rendezvous=rendezvous, secret=secret, encrypt=self.encrypt, master_port=port
+            world_size=world_size,
+            workers=workers,
+            rendezvous=rendezvous,
+            secret=secret,
+            encrypt=self.encrypt,
+            master_port=port,
+            servers=f"{len(servers)}@{servers[0].rendezvous}" if servers else None,
         )
         job = LabJob(self, service)
         for rank in range(world_size):
@@ -168,7 +181,22 @@ class Lab:
             variables = host_environment(self._environ, run, rank, str(ledger)) | dict(env or {})
             job.processes.append(self._spawn(rank // workers, argv, variables, sink=sink, number=rank))
             job.ledger_files.append(ledger)
+        for server in servers:
+            ledger = self._place.ledger / f"{self._jobs}-server-{server.number}.json"
+            variables = server_variables(self._environ, secret, str(ledger))
+            host = self.worker_hosts + server.number
+            job.servers.append(self._spawn(host, server.command(), variables, sink=sink, number=world_size + server.number))
+            job.server_ledger_files.append(ledger)
         return job
+
+    def _servers(self, num_workers: int, secret: bytes) -> list[JoiningServer]:
+        number, at = self.hosts - self.worker_hosts, f"{address(0)}:{_FIRST_SERVER_PORT + self._jobs % 1000}"
+        return [
+            JoiningServer(
+                number=each, num_servers=number, num_workers=num_workers, rendezvous=at, secret=secret, encrypt=self.encrypt
+            )
+            for each in range(number)
+        ]
 
     def run(
         self,
@@ -270,11 +298,13 @@ class Lab:
 
 
 class LabJob:
-    """One command running on every host, once or several times: `processes[rank]`."""
+    """One command running on every host, once or several times: `processes[rank]`. `servers` follow it to its end."""
 
     def __init__(self, lab: Lab, coordinator: LabProcess | None) -> None:
         self.processes: list[LabProcess] = []
         self.ledger_files: list[Path] = []
+        self.servers: list[LabProcess] = []
+        self.server_ledger_files: list[Path] = []
         self.first_failure: int | None = None  # the rank that failed first, once `wait` has seen it
         self._lab = lab
         self._coordinator = coordinator
@@ -303,9 +333,9 @@ class LabJob:
     def stop(self, signum: int = signal.SIGTERM) -> None:
         """End what still runs: first politely, 3 s later by force."""
         self._signal(signum)
-        if not self._lab._link.wait_for(self._ended, _TERMINATE_S):
+        if not self._lab._link.wait_for(self._ended_with_servers, _TERMINATE_S):
             self._signal(signal.SIGKILL)
-            self._lab._link.wait_for(self._ended, _KILL_S)
+            self._lab._link.wait_for(self._ended_with_servers, _KILL_S)
         if self._coordinator is not None:
             self._coordinator.kill()
 
@@ -313,11 +343,18 @@ class LabJob:
         """What each worker's wire counted; None where it left no count."""
         return [read_ledger(path) for path in self.ledger_files]
 
+    def server_ledgers(self) -> list[WireCount | None]:
+        """The same, of each server."""
+        return [read_ledger(path) for path in self.server_ledger_files]
+
     def _ended(self) -> bool:
         return all(each.finished for each in self.processes)
 
+    def _ended_with_servers(self) -> bool:
+        return self._ended() and all(each.finished for each in self.servers)
+
     def _signal(self, signum: int) -> None:
-        for each in self.processes:
+        for each in (*self.processes, *self.servers):
             each.send_signal(signum)
 
     def _failed(self) -> int | None:
@@ -342,15 +379,23 @@ def _code(process: LabProcess) -> int:
     return -signal.SIGKILL if process.returncode is None else process.returncode
 
 
-def _check_hosts(hosts: int) -> None:
-    if not 1 <= hosts <= MAX_HOSTS:
+def _check_hosts(hosts: int, servers: int) -> None:
+    if servers < 0:
+        raise ConfigurationError(f"servers={servers}: a lab has 0 or more hosts for servers. Write for instance servers=4.")
+    if hosts < 1 or hosts + servers > MAX_HOSTS:
+        more = f" and servers={servers}" if servers else ""
         raise ConfigurationError(
-            f"hosts={hosts}: a lab has from 1 to {MAX_HOSTS} hosts, as many as 10.81.0.0/24 has addresses.\n"
+            f"hosts={hosts}{more}: a lab has from 1 to {MAX_HOSTS} hosts, as many as 10.81.0.0/24 has addresses.\n"
             f"Write for instance hosts=4."
         )
 
 
-def _check_workers(workers: int) -> None:
+def _check_workers(workers: int, lab: Lab) -> None:
+    if workers == lab.worker_hosts == 1 < lab.hosts:
+        raise ConfigurationError(
+            f"servers={lab.hosts - 1} and one worker: there is nobody whose gradients a server could add to its own.\n"
+            f"Write hosts=2 or more, or leave servers= out."
+        )
     if workers < 1:
         raise ConfigurationError(
             f"workers={workers}: a host of a lab runs the command once or more. Write for instance workers=2."

@@ -14,8 +14,10 @@ Slurm and MPI say who we are but not where to meet, so several tasks need MASTER
 STRETTO_RENDEZVOUS). MASTER_PORT itself is left alone: torch's rank 0 opens its store there if the script also uses
 torch.distributed. The coordinator takes MASTER_PORT + 1.
 
+Servers on hosts of their own (`server_meeting.py`) are announced by STRETTO_SERVERS=NUMBER@HOST:PORT, under any launcher.
+
 `detect` is a pure function of the mapping it is given; it opens no socket. Traffic is encrypted exactly if the workers
-are on more than one host, unless STRETTO_ENCRYPT says otherwise.
+are on more than one host, and traffic to servers exactly if these may be, unless STRETTO_ENCRYPT says otherwise.
 """
 
 from __future__ import annotations
@@ -29,10 +31,19 @@ from dataclasses import dataclass, field
 
 from stretto.errors import ConfigurationError, SecretError
 from stretto.launching import secret as secrets
-from stretto.launching.hosts import join_address, split_address
+from stretto.launching.hosts import is_loopback, join_address, split_address
 from stretto.timeouts import Timeouts
 
 Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class DedicatedServers:
+    """Servers that were started apart from the workers, who wait for them when they join the job."""
+
+    number: int
+    rendezvous: str  # where workers and servers meet
+    encrypt: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,7 @@ class Launch:
     agent_store: bool = False  # torchrun's agent serves the store; otherwise rank 0 has to
     restart: int = 0  # how often the launcher has started this worker again
     strategy: str | None = None  # STRETTO_STRATEGY: for `distribute` calls that name none
+    servers: DedicatedServers | None = None  # STRETTO_SERVERS
 
     @property
     def one_host(self) -> bool:
@@ -65,8 +77,7 @@ class Launch:
     @property
     def timeouts(self) -> Timeouts:
         """The deadlines that the environment asks for; the defaults where it is silent."""
-        all_of_them = Timeouts() if self.timeout_s is None else Timeouts.of(self.timeout_s)
-        return all_of_them if self.meet_s is None else dataclasses.replace(all_of_them, meet_s=self.meet_s)
+        return _timeouts(self.timeout_s, self.meet_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +121,16 @@ def detect(environ: Environment) -> Launch:
     return _single(environ)
 
 
+def deadlines(environ: Environment) -> Timeouts:
+    """Those of a process that is no worker."""
+    return _timeouts(_seconds(environ, "STRETTO_TIMEOUT"), _seconds(environ, "STRETTO_MEET_TIMEOUT"))
+
+
+def _timeouts(timeout_s: float | None, meet_s: float | None) -> Timeouts:
+    all_of_them = Timeouts() if timeout_s is None else Timeouts.of(timeout_s)
+    return all_of_them if meet_s is None else dataclasses.replace(all_of_them, meet_s=meet_s)
+
+
 def detect_here() -> Launch:
     """`detect` for this process's own environment."""
     return detect(os.environ)
@@ -131,7 +152,7 @@ _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 def _under_stretto(environ: Environment) -> Launch:
     place = _place(environ, *_STRETTO)
     rendezvous = _rendezvous(environ)
-    secret = _secret(environ)
+    secret = secret_in(environ)
     if place.world_size > 1 and rendezvous is None:
         raise ConfigurationError(
             f"STRETTO_WORLD_SIZE={place.world_size} but STRETTO_RENDEZVOUS is not set: the workers have nowhere to "
@@ -157,7 +178,7 @@ def _under_torchrun(environ: Environment) -> Launch:
     restart = _integer(environ, "TORCHELASTIC_RESTART_COUNT", needed_with="RANK", default=0)
     run = f"{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{restart}"
     agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    secret = _secret(environ) if place.world_size > 1 else None
+    secret = secret_in(environ) if place.world_size > 1 else None
     launch = _launch(environ, "torchrun", place, None, secret, master=master, run=run, agent_store=agent_store, restart=restart)
     if secret is None and launch.encrypt and not launch.one_host:
         raise _no_secret(
@@ -184,7 +205,7 @@ def _under_scheduler(environ: Environment, launcher: str, place: _RankNumbers) -
             "Export MASTER_ADDR (the host of rank 0, as the others can reach it) and MASTER_PORT (a free port there; "
             f"the next one is used too) for every worker, or STRETTO_RENDEZVOUS=HOST:PORT.{hint}"
         )
-    secret = _secret(environ)
+    secret = secret_in(environ)
     if secret is None and place.local_world_size != place.world_size:
         raise _no_secret(f"{place.names[1]}={place.world_size} with {place.local_world_size} of them on this host")
     run = "/".join(environ.get(name, "") for name in _RUN_NAMES)
@@ -231,7 +252,32 @@ def _launch(
         agent_store=agent_store,
         restart=restart,
         strategy=environ.get("STRETTO_STRATEGY") or None,
+        servers=dedicated_servers(environ, place.world_size, secret, several_hosts),
     )
+
+
+def dedicated_servers(
+    environ: Environment, num_workers: int, secret: bytes | None, several_hosts: bool
+) -> DedicatedServers | None:
+    text = environ.get("STRETTO_SERVERS")
+    if not text:
+        return None
+    number, at, address = text.strip().partition("@")
+    if not at or re.fullmatch(r"[1-9]\d{0,3}", number) is None:
+        raise ConfigurationError(
+            f"STRETTO_SERVERS={text!r} is not NUMBER@HOST:PORT. Write for instance STRETTO_SERVERS=2@node0:29500, where node0 is "
+            f"the host of rank 0 and the port is free there."
+        )
+    rendezvous = _address("STRETTO_SERVERS", address)
+    if num_workers == 1:
+        raise ConfigurationError(
+            f"STRETTO_SERVERS={text!r} in a job of one worker: there is nobody whose gradients a server could add to its own.\n"
+            f"Start two workers or more, or leave the servers out."
+        )
+    if secret is None:
+        raise _no_secret(f"STRETTO_SERVERS={text!r}", "Servers are told from strangers by it, too. ")
+    elsewhere = several_hosts or not is_loopback(split_address(rendezvous)[0])
+    return DedicatedServers(int(number), rendezvous, switch(environ, "STRETTO_ENCRYPT", default=elsewhere))
 
 
 def _place(environ: Environment, rank: str, world: str, local_rank: str, local_world: str) -> _RankNumbers:
@@ -332,13 +378,15 @@ def _address(name: str, text: str) -> str:
     try:
         host, port = split_address(text)
     except ValueError as error:
-        raise ConfigurationError(f"{name}={text!r}: {error}. Write for instance {name}=node0:29400.") from error
+        example = "2@node0:29500" if name == "STRETTO_SERVERS" else "node0:29400"
+        raise ConfigurationError(f"{name}={text!r}: {error}. Write for instance {name}={example}.") from error
     if port == 0:
         raise ConfigurationError(f"{name}={text!r}: port 0 cannot be connected to. Name the port on which rank 0's host listens.")
     return join_address(host, port)
 
 
-def _secret(environ: Environment) -> bytes | None:
+def secret_in(environ: Environment) -> bytes | None:
+    """The job's, or the file that has it."""
     if "STRETTO_SECRET" in environ:
         return secrets.parse(environ["STRETTO_SECRET"], "STRETTO_SECRET")
     if environ.get("STRETTO_SECRET_FILE"):

@@ -50,6 +50,7 @@ from stretto.launching.launch_report import (
     lost_block,
     what_it_does,
 )  # fmt: skip
+from stretto.launching.node_servers import NodeServers
 from stretto.launching.orphans import Orphans
 from stretto.launching.output import STDERR, STDOUT, Lines, Screen, prefix_of, wants_colour
 from stretto.launching.processes import Pipes, Processes, ProcessReport
@@ -133,6 +134,7 @@ class _NodeJob:
         self.started_at = time.monotonic()
         self.ready_read, self.ready_write = os.pipe()
         self.names = [str(plan.rank(local)) for local in range(plan.workers)]
+        self.servers = NodeServers(plan, environ)
         self.pipes = self._open_pipes()
         self.tails = dict.fromkeys(self.pipes, b"")  # the last words of each on stderr
         self.streams = self._make_streams()
@@ -160,9 +162,9 @@ class _NodeJob:
     # Making it.
 
     def _open_pipes(self) -> dict[str, Pipes]:
-        names = [*self.names, COORDINATOR] if self.plan.node == 0 else self.names
+        names = [*self.names, *self.servers.names, *([COORDINATOR] if self.plan.node == 0 else [])]
         try:  # as with mpirun, the node's first worker has our stdin, the others an empty one
-            return {name: Pipes.open(stdin=0 if name == self.names[0] else None) for name in names}
+            return {name: Pipes.open(stdin=0 if name in self.names[:1] else None) for name in names}
         except OSError as problem:
             if problem.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -183,7 +185,7 @@ class _NodeJob:
         if not self.plan.prefix:
             return b""
         coloured = wants_colour(sys.stdout if target == STDOUT else sys.stderr, self.environ)
-        return prefix_of(name, width, int(name) if coloured and name != COORDINATOR else None)
+        return prefix_of(name, width, int(name) if coloured and name in self.names else None)
 
     def _register(self) -> None:
         for selector in (self.control, self.everything):
@@ -198,7 +200,7 @@ class _NodeJob:
         rendezvous = self._start_coordinator(bind) if bind is not None else self.plan.rendezvous
         if rendezvous is not None and self.stop is None:
             self._start_workers(rendezvous)
-            while self.alive and not self.supervisor_gone:
+            while (self.alive or (self.servers.alive and self.stop is None)) and not self.supervisor_gone:
                 self._turn()
         return self._finish()
 
@@ -237,9 +239,13 @@ class _NodeJob:
         if self.plan.trace is not None:
             launch_plan.trace_folder(self.plan.trace)  # without what the attempt before has left
         self.rendezvous = rendezvous
+        for name, server_argv, server_env in self.servers.commands():
+            self.processes.start(name, server_argv, server_env, self.pipes[name])
         self.alive.update(self.names)
         for local_rank, name in enumerate(self.names):
-            env = launch_plan.worker_environment(self.plan, local_rank, rendezvous, master_port, self.environ, self.restart)
+            env = launch_plan.worker_environment(
+                self.plan, local_rank, rendezvous, master_port, self.environ, self.restart, self.servers.meet_at
+            )
             self.processes.start(name, argv, env, self.pipes[name])
 
     def _turn(self, also: int | None = None, until: float | None = None) -> None:
@@ -330,7 +336,14 @@ class _NodeJob:
             if code != 0 and self.stop is None and self.alive:
                 self._say(f"stretto: the coordinator {how_it_ended(code)}; workers that know each other go on without it")
             return
+        if report.name in self.servers.names:
+            said = self.servers.note_end(report, code, early=self.stop is None and (bool(self.alive) or not self.names))
+            if said is not None:
+                self._say(said)
+            return
         self.alive.discard(report.name)
+        if not self.alive:
+            self.processes.signal(signal.SIGTERM, self.servers.names)
         self.ended[report.name] = code
         goes_on = self.survivors.suffice(self.alive, self.ended)
         self.ended_workers.note(self._ended_message(report, code), soon=code == 0 or goes_on)
@@ -377,7 +390,7 @@ class _NodeJob:
     def _what_it_did(self, rank: int) -> str:
         name = str(rank)
         if name not in self.names:
-            return f"It is a worker of node {rank // self.plan.workers}: read what the launcher there says about it."
+            return f"It is a worker of node {self.plan.node_of(rank)}: read what the launcher there says about it."
         if name in self.ended:
             return f"Its process (pid {self.pids[name]}) had ended by then: it {how_it_ended(self.ended[name])}."
         return f"Its process (pid {self.pids[name]}) was {what_it_does(self.pids[name])}."
@@ -386,7 +399,8 @@ class _NodeJob:
         if self.stop is None:
             self.last_words_until = None
             self.stop = _Stop(exit_code, time.monotonic() + patience_s)
-            self.processes.signal(number, self.names)  # not the coordinator: workers still say goodbye to it
+            # Not the coordinator: workers still say goodbye to it. Nor servers, who follow the workers, if there are any.
+            self.processes.signal(number, self.names or self.servers.names)
 
     def _act_on_deadlines(self) -> None:
         now = time.monotonic()
@@ -422,7 +436,7 @@ class _NodeJob:
         if self.stop is not None and self.stop.exit_code is not None:
             return self.stop.exit_code
         if not self.failures:
-            return 0
+            return 0 if self.names else self.servers.exit_code
         if self.survivors.suffice(self.alive, self.ended):
             self._say(self.survivors.summary(self.plan.world_size))
             return WENT_ON
@@ -461,7 +475,8 @@ class _NodeJob:
         node = f" · node {self.plan.node} of {self.plan.nodes}" if self.plan.nodes > 1 else ""
         attempt = f" · restart {self.restart} of {self.plan.max_restarts}" if self.restart else ""
         doing = "" if self.stop is None else " · stopping"
-        return f"stretto: {len(self.alive)} of {self.plan.workers} workers alive · {clock}{node}{attempt}{doing}"
+        alive = f"{len(self.alive)} of {self.plan.workers} workers{self.servers.status} alive"
+        return f"stretto: {alive} · {clock}{node}{attempt}{doing}"
 
     def close(self) -> None:
         """Release everything; whatever still runs is killed. Idempotent."""
@@ -472,6 +487,7 @@ class _NodeJob:
         if self.plan.node > 0 and not self.restarts:
             self._tell_coordinator_who_ended()
         self.ended_workers.wait()
+        self.servers.close()
         self.orphans.end(CLOSE_S)  # there are none, unless the supervisor was killed
         for descriptor in (*self.streams, self.ready_read):
             os.close(descriptor)

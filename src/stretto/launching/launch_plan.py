@@ -1,10 +1,11 @@
 """What `stretto run` was asked for, checked before anything starts, and the environment of each worker.
 
-Ranks: node k of M with N workers each holds ranks kN .. kN+N-1.
+Ranks are counted node by node: with `-n 2,2,0` node 0 has ranks 0 and 1, node 1 has 2 and 3, node 2 none; so are servers. All
+nodes are told the same counts, so that each knows everybody's.
 
-Ports: on one node the coordinator picks a free one on the loopback address and `MASTER_PORT` is another free one.
-Between nodes all must agree beforehand: the coordinator has the rendezvous port p, and torch's own store (hosted by
-rank 0) gets p+1.
+Ports: on one node the coordinator picks a free one on the loopback address, `MASTER_PORT` is another free one, and where workers
+and servers meet a third. Between nodes all must agree beforehand: the coordinator has the rendezvous port p, torch's own store
+(hosted by rank 0) gets p+1, and p+2 is where workers and servers meet.
 
 Where node 0 listens: a name may mean another address on every machine, and on its own machine it is often a loopback
 address (Debian writes `127.0.1.1 name` into /etc/hosts). So a rendezvous given by name is listened to on all addresses;
@@ -16,6 +17,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import errno
+import itertools
 import socket
 import sys
 from collections.abc import Mapping
@@ -25,6 +27,7 @@ from pathlib import Path
 from stretto.errors import ConfigurationError, RendezvousError, SecretError
 from stretto.launching import hosts, secret
 from stretto.launching.detect import switch
+from stretto.launching.node_counts import check_servers, check_workers, of_each_node
 
 LOOPBACK = "127.0.0.1"
 LONGEST_S = 1e6  # the coordinator takes no longer patience
@@ -36,8 +39,8 @@ class RunPlan:
     """One node's part of a job. `command` follows `python -u`."""
 
     command: tuple[str, ...]
-    workers: int
-    nodes: int = 1
+    workers_of: tuple[int, ...]  # each node
+    servers_of: tuple[int, ...] = ()
     node: int = 0
     rendezvous: tuple[str, int] | None = None  # None: one node, loopback, any free port
     secret: bytes = field(repr=False)
@@ -51,11 +54,33 @@ class RunPlan:
     min_workers: int | None = None  # of this node, with which the job goes on; None: with all of them
 
     @property
+    def nodes(self) -> int:
+        return len(self.workers_of)
+
+    @property
+    def workers(self) -> int:
+        """Of this node."""
+        return self.workers_of[self.node]
+
+    @property
     def world_size(self) -> int:
-        return self.workers * self.nodes
+        return sum(self.workers_of)
 
     def rank(self, local_rank: int) -> int:
-        return self.node * self.workers + local_rank
+        return sum(self.workers_of[: self.node]) + local_rank
+
+    def node_of(self, rank: int) -> int:
+        return next(node for node, upto in enumerate(itertools.accumulate(self.workers_of)) if rank < upto)
+
+    @property
+    def num_servers(self) -> int:
+        return sum(self.servers_of)
+
+    @property
+    def my_servers(self) -> range:
+        """The numbers of this node's servers."""
+        first = sum(self.servers_of[: self.node])
+        return range(first, first + (self.servers_of[self.node] if self.servers_of else 0))
 
 
 def make_plan(
@@ -63,7 +88,7 @@ def make_plan(
     arguments: list[str],
     *,
     module: bool,
-    workers: int,
+    workers: int | str,
     nodes: int,
     node: int | None,
     rendezvous: str | None,
@@ -76,20 +101,24 @@ def make_plan(
     strategy: str | None = None,
     max_restarts: int = 0,
     min_workers: int | None = None,
+    servers: int | str = 0,
 ) -> RunPlan:
-    """Check every value of the command line and put them together."""
-    if not module:
+    """Check every value of the command line and put them together. `workers`, `servers`: of each node, or of all, one by one."""
+    check_counts(nodes, node, max_restarts)
+    workers_of, servers_of = of_each_node("-n", workers, nodes), of_each_node("--servers", servers, nodes)
+    check_workers(workers_of)
+    check_servers(workers_of, servers_of, max_restarts)
+    if not module and workers_of[node or 0]:
         check_script(target)
-    check_counts(workers, nodes, node, max_restarts)
-    check_min_workers(min_workers, workers, max_restarts)
+    check_min_workers(min_workers, workers_of[node or 0], max_restarts)
     check_seconds("--timeout", timeout_s)
     check_seconds("--meet-timeout", meet_s)
     if strategy is not None:
         check_strategy(strategy)
     return RunPlan(
         command=("-m", target, *arguments) if module else (target, *arguments),
-        workers=workers,
-        nodes=nodes,
+        workers_of=workers_of,
+        servers_of=servers_of,
         node=node or 0,
         rendezvous=meeting_place(nodes, rendezvous),
         secret=job_secret(nodes, secret_file),
@@ -117,9 +146,7 @@ def check_script(target: str) -> None:
     )
 
 
-def check_counts(workers: int, nodes: int, node: int | None, max_restarts: int) -> None:
-    if workers < 1:
-        raise ConfigurationError(f"-n {workers}: a job needs at least one worker per node. Write for instance -n 2.")
+def check_counts(nodes: int, node: int | None, max_restarts: int) -> None:
     if nodes < 1:
         raise ConfigurationError(f"--nodes {nodes}: a job has at least one node. Leave --nodes out for one machine.")
     if nodes > 1 and node is None:
@@ -316,9 +343,16 @@ def worker_argv(plan: RunPlan) -> list[str]:
 
 
 def worker_environment(
-    plan: RunPlan, local_rank: int, rendezvous: tuple[str, int], master_port: int, environ: Mapping[str, str], restart: int = 0
+    plan: RunPlan,
+    local_rank: int,
+    rendezvous: tuple[str, int],
+    master_port: int,
+    environ: Mapping[str, str],
+    restart: int = 0,
+    servers_at: str | None = None,
 ) -> dict[str, str]:
-    """The whole environment of one worker. `restart`: how often the job was started again before."""
+    """The whole environment of one worker. `restart`: how often the job was started again before. `servers_at`: where it meets
+    the servers of the job, if `stretto run` starts some."""
     own = job_variables(
         rank=plan.rank(local_rank),
         world_size=plan.world_size,
@@ -337,6 +371,8 @@ def worker_environment(
         own["STRETTO_TRACE"] = str(plan.trace)
     if plan.strategy is not None:
         own["STRETTO_STRATEGY"] = plan.strategy
+    if servers_at is not None:
+        own["STRETTO_SERVERS"] = f"{plan.num_servers}@{servers_at}"
     interface = gloo_interface(None if plan.nodes == 1 else rendezvous, environ)
     return {**torch_defaults(plan.workers, interface), **environ, **own}
 

@@ -1,15 +1,18 @@
-"""Where servers run, and how workers reach them: processes beside the workers, on a wire that joins all of them.
+"""Where servers run, and how workers reach them: on a wire that joins all of them.
 
-The first model that is trained with servers opens the network, on all workers together; further ones use it. Rank 0 starts a
-coordinator, as it does under other launchers (`launching/rendezvous.py`), some workers start a server each, and workers and
-servers meet there: a job of P + S ranks beside the workers' own, with keys of its own and a communication thread of its own. So
-the death of a server is no loss of a worker, and nothing of the workers' collectives has to know of servers.
+Servers that were started apart (`dedicated.py`, `launching/server_meeting.py`) have met the workers when these joined the job.
+Else they are processes beside the workers, and the first model that is trained with them opens the network, on all workers
+together; further ones use it. Rank 0 starts a coordinator, as it does under other launchers (`launching/rendezvous.py`), some
+workers start a server each, and workers and servers meet there.
+
+Both ways it is a job of P + S ranks beside the workers' own, with keys of its own and a communication thread of its own. So the
+death of a server is no loss of a worker, and nothing of the workers' collectives has to know of servers.
 
     ranks 0 to P-1          workers, as in their job
-    ranks P to P+S-1        servers: one on each host first, then a second one, and so on
+    ranks P to P+S-1        servers; of those beside workers one on each host first, then a second one, and so on
 
-A server process gets everything by its standard input, the secret too, and ends when the last worker has left. In tests, where
-workers are threads, servers are threads as well (`Job.more_wires`).
+A server beside a worker gets everything by its standard input, the secret too, and ends when the last worker has left. In tests,
+where workers are threads, servers are threads as well (`Job.more_wires`).
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from stretto.aggregate.parameter_server.service import (
     ServiceClient,
     StopService,
 )
+from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
 from stretto.errors import JobError, PeerLost, StrettoError, WireError
@@ -60,14 +64,17 @@ log = logging.getLogger("stretto.parameter_server")
 
 
 class ServerNetwork:
-    """A worker's connection to the servers of a job. Made by `open_network`, ended by the job."""
+    """A worker's connection to the servers of a job. Made by `network_of`, ended by the job."""
 
-    def __init__(self, job: Job, wire: Wire, servers: Sequence[int], processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    def __init__(
+        self, job: Job, communication: CommunicationThread, num_servers: int, processes: Sequence[subprocess.Popen[bytes]] = ()
+    ) -> None:
+        servers, wire = range(job.world_size, job.world_size + num_servers), communication.communicator.wire
         self._job = job
         self._wire = wire
         self.servers = list(servers)
         self.processes = list(processes)  # of the servers that this worker has started
-        self._communication = CommunicationThread(Communicator(wire, job.timeouts))
+        self._communication = communication
         self._control = self._communication.loop.start(ServiceClient(), CONTROL_CHANNEL)
         wire.on_lost(self._on_lost)
         self._channel = FIRST_CHANNEL
@@ -149,15 +156,39 @@ class ServerNetwork:
             time.sleep(0.01)
 
 
-def open_network(job: Job, num_servers: int) -> ServerNetwork:
-    """Start the servers and connect to them. All workers call it together."""
+def network_of(job: Job, value: ParameterServer) -> ServerNetwork:
+    """The job's, opened by the first model that needs it. All workers call it together."""
+    dedicated = number_dedicated(job)
+    num_servers = value.num_servers(job.world_size, dedicated)
+    key = 0 if value.is_dedicated(dedicated) else num_servers
+    network = job.server_networks.get(key)
+    if network is None:
+        network = job.server_networks[key] = _beside(job, num_servers) if key else _dedicated(job)
+        job.threads.add(network)
+    assert isinstance(network, ServerNetwork)
+    return network
+
+
+def number_dedicated(job: Job) -> int:
+    """How many servers were started apart from the workers."""
+    return 0 if job.launch.servers is None else job.launch.servers.number
+
+
+def _dedicated(job: Job) -> ServerNetwork:
+    assert job.to_servers is not None
+    network, job.to_servers = ServerNetwork(job, job.to_servers, number_dedicated(job)), None
+    return network
+
+
+def _beside(job: Job, num_servers: int) -> ServerNetwork:
     first = job.world_size
-    servers = list(range(first, first + num_servers))
+    servers = range(first, first + num_servers)
     mine = [rank for rank, host in zip(servers, hosts_of_servers(job, num_servers), strict=True) if host == job.rank]
     if job.more_wires is not None:
-        return ServerNetwork(job, _threads(job, mine, num_servers), servers, ())
-    wire, processes = _processes(job, mine, num_servers)
-    network = ServerNetwork(job, wire, servers, processes)
+        wire, processes = _threads(job, mine, num_servers), list[subprocess.Popen[bytes]]()
+    else:
+        wire, processes = _processes(job, mine, num_servers)
+    network = ServerNetwork(job, CommunicationThread(Communicator(wire, job.timeouts)), num_servers, processes)
     if job.rank == 0:
         log.info("%d servers beside %d workers keep the shards of the model", num_servers, job.world_size)
     return network

@@ -22,9 +22,8 @@ from stretto.aggregate.parameter_server.server import ServerMachine
 from stretto.aggregate.parameter_server.service import CONTROL_CHANNEL, ServedModel, ServiceHost
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
-from stretto.job import make_wire
+from stretto.job import meet
 from stretto.launching.detect import Launch
-from stretto.launching.introduce import farewell, introduce
 from stretto.protocol.loop import Running
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
@@ -53,8 +52,8 @@ class ServerPlace(msgspec.Struct, frozen=True, kw_only=True):
         return f"ServerPlace(rank={self.rank}, world_size={self.world_size})"
 
 
-def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts) -> None:
-    """Serve on a wire until the last worker has left it."""
+def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts) -> bool:
+    """Serve on a wire until the last worker has left it. False: something in this server has failed."""
     alone, ended = threading.Event(), threading.Event()
     communication = CommunicationThread(Communicator(wire, timeouts))
     services: dict[int, Running] = {}
@@ -68,15 +67,18 @@ def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts) -> None:
             ended.set()
 
     host = communication.loop.start(ServiceHost(wire.rank, workers, start, stop, alone.set), CONTROL_CHANNEL)
-    while not alone.wait(LOOK_EVERY_S) and host.error is None and all(each.error is None for each in list(services.values())):
-        if ended.is_set():
-            ended.clear()
-            gc.collect()  # the parts of a machine know each other, and Python looks for such garbage where much is made
-    communication.stop(timeouts.leave_s)
-    if alone.is_set():
-        wire.close()
-    else:
-        wire.abandon()  # whoever waits for it shall know that it has died, and go to a copy
+    try:
+        while not alone.wait(LOOK_EVERY_S) and host.error is None and all(each.error is None for each in list(services.values())):
+            if ended.is_set():
+                ended.clear()
+                gc.collect()  # the parts of a machine know each other, and Python looks for such garbage where much is made
+    finally:  # also when it was interrupted
+        communication.stop(timeouts.leave_s)
+        if alone.is_set():
+            wire.close()
+        else:
+            wire.abandon()  # whoever waits for it shall know that it has died, and go to a copy
+    return alone.is_set()
 
 
 def main() -> None:
@@ -90,15 +92,7 @@ def main() -> None:
         local_world_size=place.world_size if place.on_one_host else 1, rendezvous=place.rendezvous,
         secret=bytes.fromhex(place.secret), encrypt=place.encrypt, launcher="stretto", interface=place.interface,
     )  # fmt: skip
-    wire = make_wire(launch, timeouts, "auto")
-    try:
-        table = introduce(launch, wire.address, timeouts)
-        wire.connect(table.peers, table.nonce)
-    except BaseException:
-        wire.abandon()
-        raise
-    farewell(launch)  # the coordinator has done its work
-    serve(wire, range(place.workers), timeouts)
+    serve(meet(launch, timeouts), range(place.workers), timeouts)
 
 
 if __name__ == "__main__":

@@ -56,11 +56,12 @@ from stretto.aggregate.parameter_server.client import Export, Fill, Pull, Push
 from stretto.aggregate.parameter_server.inventory import MEAN_SQUARE, VALUES, Inventory, Kept, KeptParameter, as_state
 from stretto.aggregate.parameter_server.layout import ParameterRange, range_bytes_for
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
+from stretto.aggregate.parameter_server.network import network_of, number_dedicated
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.snapshot_subject import begin_snapshots
 from stretto.aggregate.parameter_server.snapshots import SnapshotTaker, prepare_folder
 from stretto.aggregate.parameter_server.sync_spec import SyncSpec
-from stretto.aggregate.parameter_server.training import check_codec, network_of, servers_of
+from stretto.aggregate.parameter_server.training import check_codec, servers_of
 from stretto.engine.bucket import Bucket
 from stretto.engine.finite import is_finite
 from stretto.engine.training import NOBODY, Named, RoundEnd, RoundResult, Setting, TensorsByName, Training, TrainingState
@@ -106,7 +107,7 @@ class SteppingServers(Training[Bucket]):
             f"sync={self._sync!r}: there are no rounds that a worker without data could take part in, and the servers wait for "
             f"its gradients as the answer says"
         )
-        self._network = network_of(job, servers_of(strategy).num_servers(job.world_size)) if self.engaged else None
+        self._network = network_of(job, servers_of(strategy)) if self.engaged else None
         self._service: Running | None = None
         self._named: Sequence[Named] = ()
         self._dtypes: dict[str, torch.dtype] = {}
@@ -138,7 +139,7 @@ class SteppingServers(Training[Bucket]):
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
-        servers_of(strategy).num_servers(job.world_size)
+        servers_of(strategy).num_servers(job.world_size, number_dedicated(job))
         admission.check(model, optimizers, strategy, job.world_size)
 
     # -- what is served -----------------------------------------------------------------------------------------------

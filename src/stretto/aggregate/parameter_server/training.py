@@ -38,7 +38,7 @@ from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.parameter_server.client import Pull, Push
 from stretto.aggregate.parameter_server.layout import RANGE_BYTES, ServedParameter
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
-from stretto.aggregate.parameter_server.network import ServerNetwork, open_network
+from stretto.aggregate.parameter_server.network import ServerNetwork, network_of, number_dedicated
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.transfer_cost import cost_with_servers
 from stretto.aggregate.parameter_server.transfer_order import range_bytes_of, urgency_with_servers
@@ -73,7 +73,7 @@ class SynchronousServers(SynchronousAllReduce):
         self._meeting: Pending | None = None  # of all workers, in the round under way
         super().__init__(replace(strategy, schedule=BUCKETS) if strategy.schedule == Buckets() else strategy, job, setting)
         if job.world_size > 1:
-            self._network = network_of(job, servers_of(strategy).num_servers(job.world_size))
+            self._network = network_of(job, servers_of(strategy))
         if self._planner is not None:
             self._planner.measure = self._measure
 
@@ -89,7 +89,7 @@ class SynchronousServers(SynchronousAllReduce):
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
-        servers_of(strategy).num_servers(job.world_size)
+        servers_of(strategy).num_servers(job.world_size, number_dedicated(job))
         check_crossing(optimizers, strategy)
 
     def _find_group(self) -> tuple[Group, str]:
@@ -288,13 +288,3 @@ def check_codec(strategy: Strategy) -> None:
 def servers_of(strategy: Strategy) -> ParameterServer:
     assert isinstance(strategy.aggregate, ParameterServer), "another way of training"
     return strategy.aggregate
-
-
-def network_of(job: Job, num_servers: int) -> ServerNetwork:
-    """The job's, opened by the first model that needs it. All workers call it together."""
-    network = job.server_networks.get(num_servers)
-    if network is None:
-        network = job.server_networks[num_servers] = open_network(job, num_servers)
-        job.threads.add(network)
-    assert isinstance(network, ServerNetwork)
-    return network

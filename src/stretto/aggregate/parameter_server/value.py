@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from stretto.errors import ConfigurationError
+
+Placement = Literal["auto", "beside", "dedicated"]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterServer:
-    """Servers, each with a shard of the model, in processes of their own beside the workers: nothing has to be set up.
+    """Servers, each with a shard of the model, in processes of their own: beside the workers, where nothing has to be set up, or
+    on hosts of their own, where the job was started with some (`stretto run --servers 2`, `stretto serve`).
 
-    `shards`: how many; None: one for each worker. `replicas`: on how many further servers each part of the model is kept, so that
-    as many servers may die at once. `snapshots`: a folder into which what the servers have is written `every_s` seconds, while
-    training goes on, where servers step; `stretto.load` takes it. None: nowhere.
+    `shards`: how many; None: those that were started, else one for each worker. `replicas`: on how many further servers each part
+    of the model is kept, so that as many servers may die at once. `placement`: "dedicated" for those that were started, "beside"
+    for processes beside the workers, "auto" for the former if there are any. `snapshots`: a folder into which what the servers have
+    is written `every_s` seconds, while training goes on, where servers step; `stretto.load` takes it. None: nowhere.
 
     Cost for m bytes, P workers and S servers that share the workers' network cards: a worker sends m and receives m, a server
     receives P m / S and sends as much. With S = P, of which each worker's own server costs no network, every card carries
@@ -30,8 +35,14 @@ class ParameterServer:
     replicas: int = 0
     snapshots: str | None = None
     every_s: float = 60.0
+    placement: Placement = "auto"
 
     def __post_init__(self) -> None:
+        if self.placement not in get_args(Placement):
+            raise ConfigurationError(
+                f'ParameterServer(placement={self.placement!r}): servers run "beside" the workers, or are "dedicated" to it on '
+                f'hosts of their own; "auto" takes the latter if there are any. Write one of these, or leave it out.'
+            )
         if self.shards is not None and (isinstance(self.shards, bool) or not isinstance(self.shards, int) or self.shards < 1):
             raise ConfigurationError(
                 f"ParameterServer(shards={self.shards!r}): a model has at least one server.\n"
@@ -48,6 +59,9 @@ class ParameterServer:
                 f"a copy of, so there are fewer copies than servers.\nWrite shards={self.replicas + 1}, or replicas=0."
             )
 
+        self._check_snapshots()
+
+    def _check_snapshots(self) -> None:
         if self.snapshots is not None and (not isinstance(self.snapshots, str) or not self.snapshots):
             raise ConfigurationError(
                 f"ParameterServer(snapshots={self.snapshots!r}): the path of a folder is a text, as a strategy can be written "
@@ -59,13 +73,37 @@ class ParameterServer:
                 f"a positive number. Write for instance every_s=60."
             )
 
-    def num_servers(self, num_workers: int) -> int:
-        """In a job of so many workers."""
-        count = num_workers if self.shards is None else self.shards
+    def is_dedicated(self, dedicated: int) -> bool:
+        """Whether servers are those that were started apart, of which there are so many (0: none)."""
+        return self.placement == "dedicated" or (self.placement == "auto" and dedicated > 0)
+
+    def num_servers(self, num_workers: int, dedicated: int = 0) -> int:
+        """In a job of so many workers, with so many servers on hosts of their own. Refuses what cannot be."""
+        if self.is_dedicated(dedicated):
+            count = self._of_dedicated(dedicated)
+            of = f"{dedicated} servers of their own"
+            more = f"start the job with --servers {self.replicas + 1}"
+        else:
+            count = num_workers if self.shards is None else self.shards
+            of, more = f"{num_workers} workers", f"write shards={self.replicas + 1}, or start more workers"
         if self.replicas >= count:
             raise ConfigurationError(
-                f"ParameterServer(replicas={self.replicas}) in a job of {num_workers} workers has {count} servers, and a copy "
-                f"lies on another server than what it is a copy of.\n"
-                f"Write shards={self.replicas + 1}, or start more workers."
+                f"ParameterServer(replicas={self.replicas}) in a job of {of} has {count} server{'s' if count > 1 else ''}, and a "
+                f"copy lies on another server than what it is a copy of.\n{more[0].upper()}{more[1:]}, or write fewer replicas."
             )
         return count
+
+    def _of_dedicated(self, dedicated: int) -> int:
+        if not dedicated:
+            raise ConfigurationError(
+                'ParameterServer(placement="dedicated"): this job has no servers on hosts of their own.\n'
+                "Start it with stretto run --servers 2, or servers with stretto serve and the workers with STRETTO_SERVERS; or "
+                "leave placement= out, for servers beside the workers."
+            )
+        if self.shards not in (None, dedicated):
+            raise ConfigurationError(
+                f"ParameterServer(shards={self.shards}): this job was started with {dedicated} servers, and each has a shard.\n"
+                f'Leave shards= out, start {self.shards} servers, or write placement="beside" for {self.shards} processes beside '
+                f"the workers."
+            )
+        return dedicated

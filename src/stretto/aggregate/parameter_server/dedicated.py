@@ -1,0 +1,91 @@
+"""A server that was started apart from the workers: what `stretto serve` runs, by hand or by `stretto run` and `stretto lab`.
+
+    waiting ──all have met──▶ serving ──the last worker has left, or died──▶ ended     exit code 0
+       │ ──somebody has not come by the deadline──▶ an error that names it             2
+       │ ──SIGTERM──▶ ended at once          (serving: no answer to it; servers follow their workers)
+       └ ──Ctrl-C, also while serving──▶ ended at once, and workers lose it            130
+
+With `forever` the next job is waited for, with the same number of workers and the same secret, for as long as it takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from typing import Final
+
+import torch
+
+from stretto.aggregate.parameter_server.process import serve
+from stretto.errors import ConfigurationError, JobError
+from stretto.job import meet
+from stretto.launching.coordinator import why_unreachable
+from stretto.launching.ledger_file import write_ledger
+from stretto.launching.server_meeting import JoiningServer
+from stretto.timeouts import Timeouts
+from stretto.wire.base import Wire
+
+LOOK_EVERY_S: Final = 0.5  # for the next job
+LOOK_S: Final = 2.0
+
+log = logging.getLogger("stretto.parameter_server")
+
+
+def run(server: JoiningServer, timeouts: Timeouts, *, forever: bool, quiet: bool) -> int:
+    """Serve one job, or one after the other; the exit code. For the main thread."""
+    torch.set_num_threads(1)  # there are as many servers as it takes
+    name = f"stretto serve: server {server.number} of {server.num_servers}"
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(f"{name} {text}", file=sys.stderr, flush=True)
+
+    while True:
+        say(f"waits for {server.num_workers} workers at {server.rendezvous}")
+        if forever:
+            _await_job(server.rendezvous)
+        try:
+            wire = _meet(server, timeouts)
+        except JobError as error:
+            if not forever:
+                raise
+            log.warning("%s could not join a job, and waits for the next one: %s", name, error)
+            time.sleep(LOOK_S)
+            continue
+        say("serves")
+        well = _serve(wire, server, timeouts)
+        say("has ended: all workers have left" if well else "has failed: its log says why")
+        if not forever or not well:
+            return 0 if well else 1
+
+
+def _await_job(rendezvous: str) -> None:
+    """Until somebody listens there, for as long as it takes: that is what was asked for."""
+    while why_unreachable(rendezvous, LOOK_S) is not None:
+        time.sleep(LOOK_EVERY_S)
+
+
+def _meet(server: JoiningServer, timeouts: Timeouts) -> Wire:
+    together = f"{server.num_workers} workers and {server.num_servers} servers"
+    who = f"server {server.number}, which is rank {server.rank} of the job's {together}"
+    try:
+        return meet(server.launch, timeouts)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"{who}: {error}\nHere workers and servers count together: compare --workers and --servers with the job's."
+        ) from error
+    except JobError as error:
+        needed = f"STRETTO_SERVERS={server.num_servers}@{server.rendezvous}"
+        raise JobError(f"{who}: {error}\nThe workers need {needed}, the same secret, and to call stretto.init().") from error
+
+
+def _serve(wire: Wire, server: JoiningServer, timeouts: Timeouts) -> bool:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        return serve(wire, range(server.num_workers), timeouts)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if server.ledger is not None:
+            write_ledger(server.ledger, wire.bytes_sent)
