@@ -12,7 +12,9 @@
                    reports about both
     launch         `stretto run`: launch_plan (what was asked for), supervisor, processes and orphans (nothing is left behind),
                    stop_signals (requests to end), output (each worker's lines), launch_report (which worker failed first),
-                   survivors (what a job goes on without)
+                   survivors (what a job goes on without), node_counts (workers and servers of each node), node_servers (its
+                   parameter servers)
+    server_meeting how servers on hosts of their own and the workers of a job find each other: `stretto serve`
     spawn          `stretto.launch`: a job inside a program; spawn_guard ends what its workers leave behind
     ledger_file    where a worker leaves the count of bytes it has sent
     doctor         what to paste into a bug report

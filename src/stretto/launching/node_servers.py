@@ -54,7 +54,7 @@ class NodeServers:
             return None
         self.exit_code = self.exit_code or (code if code > 0 else 128 - code)
         server, how = self._servers[report.name], how_it_ended(code)
-        self._ended.note(server.ended(report.pid, how), well=False)
+        self._ended.note(server.ended(report.pid, how), soon=False)
         self._ended.tell(server.launch)
         return f"stretto: {report.name} (pid {report.pid}) {how}; workers that know it go on if there are copies of what it had"
 

@@ -23,7 +23,7 @@ In a job:
                     a file, and `snapshot_subject` what a worker adds
     sync_spec       an answer to `sync=` as data
     service         servers are told which models to serve
-    network         how servers are started and reached; `process` is one of them
+    network         how servers are started and reached; `process` is one of them, `dedicated` one that was started apart
 
 The values, which know no protocol:
 

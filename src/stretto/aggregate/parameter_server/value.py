@@ -17,8 +17,8 @@ class ParameterServer:
 
     `shards`: how many; None: those that were started, else one for each worker. `replicas`: on how many further servers each part
     of the model is kept, so that as many servers may die at once. `placement`: "dedicated" for those that were started, "beside"
-    for processes beside the workers, "auto" for the former if there are any. `snapshots`: a folder into which what the servers have
-    is written `every_s` seconds, while training goes on, where servers step; `stretto.load` takes it. None: nowhere.
+    for processes beside the workers, "auto" for the former if there are any. `snapshots`: a folder into which what the servers
+    have is written `every_s` seconds, while training goes on, where servers step; `stretto.load` takes it. None: nowhere.
 
     Cost for m bytes, P workers and S servers that share the workers' network cards: a worker sends m and receives m, a server
     receives P m / S and sends as much. With S = P, of which each worker's own server costs no network, every card carries

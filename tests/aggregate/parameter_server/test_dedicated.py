@@ -1,0 +1,255 @@
+"""Servers that were started apart from the workers: `stretto run --servers`, `stretto serve`, and what of both is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from preloaded import Preloaded
+from stretto.aggregate.parameter_server import ParameterServer
+from stretto.errors import ConfigurationError, SecretError
+from stretto.launching import launch_plan, node_servers, secret
+from stretto.launching.detect import DedicatedServers, detect
+from stretto.launching.launch_plan import RunPlan, make_plan
+from stretto.launching.server_meeting import JoiningServer, joining_server, launch_of_worker
+
+SECRET = "5a" * 32
+WORKER = {"STRETTO_RANK": "1", "STRETTO_WORLD_SIZE": "4", "STRETTO_LOCAL_RANK": "1", "STRETTO_LOCAL_WORLD_SIZE": "2"} | {
+    "STRETTO_RENDEZVOUS": "node0:29400",
+    "STRETTO_SECRET": SECRET,
+}
+
+TRAIN = """
+import os, sys, time, torch, stretto
+from pathlib import Path
+from stretto import ParameterServer, Strategy
+from stretto.launching.supervisor import descendants
+
+job = stretto.init()
+
+def trained(*texts, steps=4, kill=None):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(6)))  # ranges for all servers
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stretto.distribute(model, optimizer, Strategy(aggregate=ParameterServer(**dict(texts))))
+    data = torch.Generator().manual_seed(job.rank)
+    for step in range(steps):
+        if step == 2 and kill is not None:
+            kill()
+        model(torch.randn(8, 128, generator=data)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stretto.release(model)
+    return [p.detach().clone() for p in model.parameters()]
+"""
+
+TWO_KINDS = (
+    TRAIN
+    + """
+apart = trained()
+beside = trained(("shards", 1), ("placement", "beside"))
+assert sorted(job.server_networks) == [0, 1] and job.server_networks[0].servers == [2, 3]
+assert all(torch.equal(a, b) for a, b in zip(apart, beside))
+try:
+    trained(("shards", 3))
+except stretto.ConfigurationError as error:
+    print(error)
+print("pids", *descendants(os.getppid()))
+"""
+)
+
+
+def pids_in(said: str) -> list[int]:
+    return [int(word) for line in said.splitlines() if "pids" in line for word in line.split("pids")[1].split()]
+
+
+@pytest.mark.processes
+def test_a_job_with_servers_uses_them_beside_others_if_asked_to_and_leaves_no_process(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
+    (tmp_path / "train.py").write_text(TWO_KINDS)
+    done = preloaded.shell("stretto run -n 2 --servers 2 train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "shards=3): this job was started with 2 servers" in done.stdout
+    pids = pids_in(done.stdout)
+    assert len(pids) >= 5 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+KILLS = (
+    TRAIN
+    + """
+def kill():
+    if job.rank == 0:
+        os.kill(pid, 9)
+
+pid = int(Path("server-1").read_text())
+trained(("replicas", 1), kill=kill)
+print("went on", "pids", pid)
+"""
+)
+
+
+@pytest.mark.processes
+def test_training_goes_on_when_a_dedicated_server_is_killed(tmp_path: Path, preloaded: Preloaded) -> None:
+    (tmp_path / "train.py").write_text(KILLS)
+    meeting = with_secret(tmp_path)
+    serve = f"stretto serve --secret-file job.secret --rendezvous {meeting} --workers 2 --servers 2 --number"
+    run = f"STRETTO_SERVERS=2@{meeting} stretto run -n 2 --secret-file job.secret --no-prefix train.py"
+    command = f"{serve} 0 & first=$!; {serve} 1 & second=$!; echo $second > server-1; {run} || exit 1; wait $first || exit 2"
+    done = preloaded.shell(command, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("went on") == 2
+    assert "has lost server 1" in done.stderr
+    assert "server 0 of 2 has ended: all workers have left" in done.stderr
+
+
+def with_secret(folder: Path) -> str:
+    (folder / "job.secret").write_text(SECRET)
+    (folder / "job.secret").chmod(0o600)
+    return f"127.0.0.1:{launch_plan.free_port()}"
+
+
+@pytest.mark.processes
+def test_a_node_may_have_servers_only_and_ends_when_the_last_worker_has_left(tmp_path: Path, preloaded: Preloaded) -> None:
+    """Two nodes are more than one host, so this is encrypted as well."""
+    (tmp_path / "train.py").write_text(TRAIN + "trained()\nprint(stretto.world_size(), job.launch.servers)")
+    meeting = with_secret(tmp_path)
+    nodes = f"stretto run --nodes 2 -n 2,0 --servers 0,2 --rendezvous {meeting} --secret-file job.secret --node"
+    done = preloaded.shell(f"{nodes} 1 no_such_file.py & {nodes} 0 train.py || exit 1; wait $! || exit 2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    host, port = meeting.split(":")
+    assert f"2 DedicatedServers(number=2, rendezvous='{host}:{int(port) + 2}', encrypt=True)" in done.stdout
+
+
+@pytest.mark.processes
+def test_a_server_that_does_not_come_is_named_by_the_workers_and_by_the_other_servers(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
+    (tmp_path / "train.py").write_text("import stretto\nstretto.init()")
+    meeting = with_secret(tmp_path)
+    serve = f"stretto serve --rendezvous {meeting} --workers 2 --servers 2 --number 0 --secret-file job.secret"
+    run = f"STRETTO_SERVERS=2@{meeting} stretto run -n 2 --secret-file job.secret --meet-timeout 3 train.py"
+    done = preloaded.shell(f"{serve} & {run}; wait $!; echo served: $?", folder=tmp_path)
+    assert "rank 0 did not meet the job's 2 servers, which are ranks 2 to 3 there" in done.stderr
+    assert "Rank 3 of 4 did not join within" in done.stderr
+    assert "server 0, which is rank 2 of the job's 2 workers and 2 servers: Rank 3 of 4 did not join" in done.stderr
+    assert done.stdout.endswith("served: 2\n")
+
+
+def test_servers_are_read_from_the_environment() -> None:
+    found = detect(WORKER | {"STRETTO_SERVERS": "2@node0:29500"})
+    assert found.servers == DedicatedServers(2, "node0:29500", encrypt=True) and found.encrypt
+    there = launch_of_worker(found)
+    assert (there.rank, there.world_size, there.rendezvous, there.one_host) == (1, 6, "node0:29500", False)
+    assert there.secret not in (None, found.secret)
+
+
+def test_traffic_to_servers_elsewhere_is_encrypted_though_the_workers_share_a_host() -> None:
+    one_host = WORKER | {"STRETTO_LOCAL_WORLD_SIZE": "4"}
+    found = detect(one_host | {"STRETTO_SERVERS": "2@node0:29500"})
+    assert found.servers is not None and found.servers.encrypt and not found.encrypt
+    here = detect(one_host | {"STRETTO_SERVERS": "2@127.0.0.1:29500"})
+    assert here.servers is not None and not here.servers.encrypt and launch_of_worker(here).one_host
+    off = detect(one_host | {"STRETTO_SERVERS": "2@node0:29500", "STRETTO_ENCRYPT": "off"})
+    assert off.servers is not None and not off.servers.encrypt
+
+
+def test_a_server_and_the_workers_derive_the_same_place() -> None:
+    server = JoiningServer(
+        number=1, num_servers=2, num_workers=4, rendezvous="node0:29500", secret=bytes.fromhex(SECRET), encrypt=True
+    )
+    worker = launch_of_worker(detect(WORKER | {"STRETTO_SERVERS": "2@node0:29500"}))
+    assert (server.rank, server.launch.secret, server.launch.world_size) == (5, worker.secret, worker.world_size)
+    assert SECRET not in repr(server) and SECRET not in " ".join(server.command())
+
+
+@pytest.mark.parametrize("text", ["2", "node0:29500", "0@node0:29500", "x@node0:29500", "2@node0", "2@node0:0"])
+def test_what_is_no_number_and_place_of_servers_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"STRETTO_SERVERS=.*2@node0:29500|port 0"):
+        detect(WORKER | {"STRETTO_SERVERS": text})
+
+
+def test_servers_of_a_job_without_a_secret_or_of_one_worker_are_refused() -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    torchrun |= {"MASTER_ADDR": "node0", "MASTER_PORT": "29400", "STRETTO_SERVERS": "2@node0:29500"}
+    with pytest.raises(SecretError, match="Servers are told from strangers by it"):
+        detect(torchrun)
+    with pytest.raises(ConfigurationError, match="a job of one worker"):
+        detect({"STRETTO_SERVERS": "2@node0:29500"})
+
+
+def plan(**asked: object) -> RunPlan:
+    usual = {"module": True, "workers": 2, "nodes": 1, "node": None, "rendezvous": None, "secret_file": None}
+    return make_plan("x", [], **{**usual, "timeout_s": None, "prefix": True, **asked})  # type: ignore[arg-type]
+
+
+def test_workers_and_servers_are_counted_node_by_node(tmp_path: Path) -> None:
+    meeting = with_secret(tmp_path)
+    nodes = {"nodes": 4, "rendezvous": meeting, "secret_file": tmp_path / "job.secret"}
+    plans = [plan(**nodes, node=node, workers="2,3,0,1", servers="1,0,2,0") for node in range(4)]
+    assert [[each.rank(local) for local in range(each.workers)] for each in plans] == [[0, 1], [2, 3, 4], [], [5]]
+    assert [list(each.my_servers) for each in plans] == [[0], [], [1, 2], []]
+    assert {(each.world_size, each.num_servers) for each in plans} == {(6, 3)}
+    assert [plans[0].node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 1, 3]
+    assert len({node_servers.servers_meet_at(each) for each in plans}) == 1
+    assert list(plan(**nodes, node=2, servers=2).my_servers) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"workers": 0}, "-n 0: a job needs at least one worker"),
+        ({"workers": "2,2"}, "-n 2,2 with --nodes 1: 2 numbers for 1 node"),
+        ({"workers": "two"}, "-n two: this is neither a number"),
+        ({"servers": -1}, "--servers -1"),
+        ({"workers": 1, "servers": 2}, "--servers 2 with one worker"),
+        ({"nodes": 2, "node": 0, "workers": "0,2"}, "not node 0, which has rank 0"),
+        ({"nodes": 2, "node": 0, "workers": "2,0"}, "node 1 has neither workers nor servers"),
+        (
+            {"nodes": 2, "node": 0, "workers": "2,0", "servers": "0,1", "max_restarts": 1},
+            "a node that has servers only cannot tell",
+        ),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(asked: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        plan(**asked)
+
+
+def test_a_job_has_the_servers_of_its_launcher_or_of_somebody_else() -> None:
+    with pytest.raises(ConfigurationError, match="--servers with STRETTO_SERVERS='1@a:1'"):
+        node_servers.check_environment(plan(servers=2), {"STRETTO_SERVERS": "1@a:1"})
+    node_servers.check_environment(plan(), {"STRETTO_SERVERS": "1@a:1"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"number": 2}, "--number 2 with --servers 2"),
+        ({"num_workers": 1}, "--workers 1"),
+        ({"rendezvous": "node0"}, "--rendezvous node0: it is not of the form HOST:PORT"),
+        ({"rendezvous": "node0:0"}, "--rendezvous node0:0: the workers could not know"),
+    ],
+)
+def test_a_server_with_no_place_is_refused(asked: dict[str, object], said: str) -> None:
+    usual = {"number": 0, "num_servers": 2, "num_workers": 4, "rendezvous": "a:1", "secret_file": None, "encrypt": None}
+    with pytest.raises(ConfigurationError, match=said):
+        joining_server({"STRETTO_SECRET": SECRET}, **{**usual, **asked})  # type: ignore[arg-type]
+    with pytest.raises(SecretError, match="stretto serve without --secret-file"):
+        joining_server({}, **usual)  # type: ignore[arg-type]
+    assert joining_server({"STRETTO_SECRET": SECRET}, **usual).secret == secret.parse(SECRET, "")
+
+
+def test_which_servers_are_meant() -> None:
+    auto, beside, dedicated = (ParameterServer(placement=where) for where in ("auto", "beside", "dedicated"))  # type: ignore[arg-type]
+    assert [each.num_servers(4, dedicated=2) for each in (auto, beside, dedicated)] == [2, 4, 2]
+    assert [each.num_servers(4) for each in (auto, beside)] == [4, 4]
+    with pytest.raises(ConfigurationError, match="(?s)has no servers on hosts of their own.*stretto run --servers"):
+        dedicated.num_servers(4)
+    with pytest.raises(ConfigurationError, match='(?s)started with 2 servers.*placement="beside" for 3'):
+        ParameterServer(shards=3).num_servers(4, dedicated=2)
+    with pytest.raises(ConfigurationError, match="--servers 3"):
+        ParameterServer(replicas=2).num_servers(4, dedicated=2)
+    with pytest.raises(ConfigurationError, match="placement='here'"):
+        ParameterServer(placement="here")  # type: ignore[arg-type]
