@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -233,11 +234,12 @@ def test_a_job_has_the_servers_of_its_launcher_or_of_somebody_else() -> None:
     ],
 )
 def test_a_server_with_no_place_is_refused(asked: dict[str, object], said: str) -> None:
-    usual = {"number": 0, "num_servers": 2, "num_workers": 4, "rendezvous": "a:1", "secret_file": None, "encrypt": None}
+    usual: dict[str, Any] = {"number": 0, "num_servers": 2, "num_workers": 4, "rendezvous": "a:1"}
+    usual |= {"secret_file": None, "encrypt": None}
     with pytest.raises(ConfigurationError, match=said):
-        joining_server({"STRETTO_SECRET": SECRET}, **{**usual, **asked})  # type: ignore[arg-type]
+        joining_server({"STRETTO_SECRET": SECRET}, **(usual | asked))
     with pytest.raises(SecretError, match="stretto serve without --secret-file"):
-        joining_server({}, **usual)  # type: ignore[arg-type]
+        joining_server({}, **usual)
     assert joining_server({"STRETTO_SECRET": SECRET}, **usual).secret == secret.parse(SECRET, "")
 
 
