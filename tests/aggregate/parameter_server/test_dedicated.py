@@ -244,7 +244,7 @@ def test_a_server_with_no_place_is_refused(asked: dict[str, object], said: str) 
 
 
 def test_which_servers_are_meant() -> None:
-    auto, beside, dedicated = (ParameterServer(placement=where) for where in ("auto", "beside", "dedicated"))  # type: ignore[arg-type]
+    auto, beside, dedicated = (ParameterServer(placement=where) for where in ("auto", "beside", "dedicated"))
     assert [each.num_servers(4, dedicated=2) for each in (auto, beside, dedicated)] == [2, 4, 2]
     assert [each.num_servers(4) for each in (auto, beside)] == [4, 4]
     with pytest.raises(ConfigurationError, match="(?s)has no servers on hosts of their own.*stretto run --servers"):
