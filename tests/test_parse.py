@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from stretto import recipes
 from stretto.errors import ConfigurationError
-from stretto.parsing import MAX_CHARACTERS, parse
+from stretto.parsing import parse
+from stretto.plain_calls import MAX_CHARACTERS
 from stretto.schedule.orders import Buckets, WaitFree
 from stretto.strategy import Strategy
 

@@ -9,7 +9,8 @@ import msgspec
 from stretto.bench.settings import DeviceChoice
 from stretto.compress.codec import Compression
 from stretto.errors import ConfigurationError
-from stretto.parsing import MAX_CHARACTERS, parse
+from stretto.parsing import parse
+from stretto.plain_calls import MAX_CHARACTERS
 
 DEFAULT_CODECS = (
     "Float16()", "BFloat16()", "Int8()", "Dynamic8()", "QSGD(4)", "TernGrad()", "OneBit()", "Sign()", "TopK(0.01)",

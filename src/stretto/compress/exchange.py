@@ -1,4 +1,4 @@
-"""How payloads meet. Four exchanges; n values, P workers, a payload of L bytes each:
+"""How payloads meet. Five exchanges; n values, P workers, a payload of L bytes each:
 
     summed      payloads are numbers that add up; any all-reduce             about 2 L (P-1)/P sent per worker
     gathered    everybody gets every payload and adds what it decodes        L (P-1)
@@ -7,6 +7,7 @@
                 anew, and all gather that
     in hops     ring or halving-doubling that decodes, adds and encodes      2 L (P-1)/P
                 anew at every hop
+    served      servers do as a worker does with its blocks in two-phase     L, and L comes back
 
 All add in the order of ranks, from the same bytes: all workers end with the same bits. Two-phase encodes twice, in hops up to P
 times, where gathering encodes once: up to P = 2 gathering is as cheap and loses less, so it is used there.
@@ -37,7 +38,7 @@ from stretto.collectives.schedule import Action, compile_plan
 from stretto.compress.buffer_pool import BufferPool
 from stretto.compress.layout import Blocks
 from stretto.compress.random_numbers import RandomKeys
-from stretto.compress.rounds import Collective, ExchangeContext, Gather, Steps, Sum, SumInHops, Transpose, share_out
+from stretto.compress.rounds import Collective, ExchangeContext, Gather, Serve, Steps, Sum, SumInHops, Transpose, share_out
 from stretto.compress.state import SERVER
 from stretto.errors import FrameError, MalformedPayload
 
@@ -60,7 +61,9 @@ class Feedback(NamedTuple):
 
 def exchange(codec: Codec, values: Tensor, context: ExchangeContext, feedback: Feedback | None = None) -> Steps:
     """Replace `values` by the mean over workers of their decoded payloads. With `feedback`, its residual is what is encoded."""
-    if codec.payload_dtype is not None:
+    if context.served is not None:
+        yield from _served(codec, values, context, feedback)
+    elif codec.payload_dtype is not None:
         yield from _summed(codec, values, context, feedback)
     elif context.algorithm in HOP_ALGORITHMS and codec.hop() is not None and context.world_size > 1:
         assert feedback is None
@@ -73,7 +76,7 @@ def exchange(codec: Codec, values: Tensor, context: ExchangeContext, feedback: F
 
 def feedback_of(codec: Codec, residual: Tensor, context: ExchangeContext) -> Feedback:
     """What error feedback gives to the exchange of this round, from the worker's own state and back into it."""
-    if not combines_blocks(codec, context.world_size):
+    if context.served is not None or not combines_blocks(codec, context.world_size):
         return Feedback(residual)
     own, mine = context.state.own, context.shares_of(codec)[context.rank]
     return Feedback(residual, own.flat(SERVER, mine.start, mine.stop), own.next_flat(SERVER))
@@ -169,6 +172,24 @@ def _two_phase(codec: Codec, values: Tensor, context: ExchangeContext, feedback:
     for rank, (share, length) in enumerate(zip(shares, lengths, strict=True)):
         part = values[share.start : share.stop].zero_()
         _add(codec, combined[rank, :length], share.blocks, context.random.again(), part, rank)
+
+
+def _served(codec: Codec, values: Tensor, context: ExchangeContext, feedback: Feedback | None) -> Steps:
+    assert context.served is not None
+    parts, source = context.served(codec), values if feedback is None else feedback.residual
+    keys = keys_of_reply(codec, context.random)
+
+    def take(number: int, reply: Tensor) -> None:
+        start, stop, blocks = parts[number]
+        codec.add_decoded(reply, blocks, keys, values[start:stop].zero_())
+
+    yield Serve((_encode(codec, source[start:stop], blocks, context.random, feedback) for start, stop, blocks in parts), take)
+
+
+def keys_of_reply(codec: Codec, random: RandomKeys) -> RandomKeys:
+    """With which random numbers a server writes the mean. Where payloads add up, their sum has the form of a payload: chosen
+    elements are those that workers have chosen."""
+    return random if codec.payload_dtype is not None else random.again()
 
 
 def _encode(codec: Codec, values: Tensor, blocks: Blocks, random: RandomKeys, feedback: Feedback | None) -> Tensor:

@@ -7,11 +7,13 @@ A compression is a generator that yields collectives and is sent their results; 
                                                                                      memory for the result, if it is there
     Transpose(rows)          -> (P, len): row i is what worker i had for me          row j of what is given goes to worker j
     SumInHops(tensor, hop)   -> the sum, in place, encoded anew at every hop         quantised ring and halving-doubling
+    Serve(payloads, take)    -> nothing; each payload goes to the server of its      `take(number, reply)` is called with what the
+                                part, one after the other as they are made           servers answer, once all have answered
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -50,12 +52,18 @@ class SumInHops:
     hop: MessageCodec
 
 
-Collective = Sum | Gather | Transpose | SumInHops
+@dataclass(frozen=True, slots=True)
+class Serve:
+    payloads: Iterable[Tensor]
+    take: Callable[[int, Tensor], None]
+
+
+Collective = Sum | Gather | Transpose | SumInHops | Serve
 Steps = Generator[Collective, Tensor, None]
 
 
 class Share(NamedTuple):
-    """The blocks that one worker combines in a two-phase exchange: elements start to stop - 1."""
+    """The blocks that one worker, or a server, combines: elements start to stop - 1."""
 
     start: int
     stop: int
@@ -74,6 +82,7 @@ class ExchangeContext:
     algorithm: str = "auto"  # the all-reduce that the strategy names
     kept: dict[Any, Any] = field(default_factory=dict)  # what is the same in every round of this bucket
     weight: float = 1.0  # this worker's values have been multiplied by it
+    served: Callable[[Codec], Sequence[Share]] | None = None  # servers combine: the parts that each payload is of
 
     def keep(self, key: Any, make: Callable[[], T]) -> T:
         """What `make` gives, made in the first round only."""

@@ -20,7 +20,7 @@ def of_sizes(sizes: list[tuple[int, str]], range_bytes: int) -> tuple[list[Serve
 @given(SIZES, st.integers(4, 100))
 def test_each_element_is_in_one_slice_in_the_models_order(sizes: list[tuple[int, str]], range_bytes: int) -> None:
     parameters, layout = of_sizes(sizes, range_bytes)
-    elements = [(name, element) for name, numel, _ in parameters for element in range(numel)]
+    elements = [(name, element) for name, numel, *_ in parameters for element in range(numel)]
     assert elements == [(name, i) for each in layout.ranges for name, start, stop in each.slices for i in range(start, stop)]
     assert [each.index for each in layout.ranges] == list(range(len(layout)))
 
@@ -28,7 +28,7 @@ def test_each_element_is_in_one_slice_in_the_models_order(sizes: list[tuple[int,
 @given(SIZES, st.integers(4, 100))
 def test_no_range_is_too_large_empty_or_of_two_groups(sizes: list[tuple[int, str]], range_bytes: int) -> None:
     parameters, layout = of_sizes(sizes, range_bytes)
-    group_of = {name: group for name, _, group in parameters}
+    group_of = {name: group for name, _, group, *_ in parameters}
     for each in layout.ranges:
         assert 0 < each.num_bytes <= range_bytes
         assert {group_of[name] for name in each.names} == {each.group}
@@ -40,10 +40,10 @@ def test_pieces_of_a_parameter_are_equal_and_small_neighbours_share_a_range(
 ) -> None:
     parameters, layout = of_sizes(sizes, range_bytes)
     limit = range_bytes // 4
-    for name, numel, _ in parameters:
+    for name, numel, *_ in parameters:
         pieces = [stop - start for each in layout.ranges for other, start, stop in each.slices if other == name]
         assert len(pieces) == -(-numel // limit) and max(pieces, default=0) - min(pieces, default=0) <= 1
-    whole = {name for name, numel, _ in parameters if numel <= limit}
+    whole = {name for name, numel, *_ in parameters if numel <= limit}
     for one, other in zip(layout.ranges, layout.ranges[1:], strict=False):
         if one.group == other.group and whole >= {*one.names, *other.names}:
             first = other.slices[0]

@@ -25,7 +25,7 @@ from stretto.collectives.plan import Kind
 from stretto.collectives.request import InProgress
 from stretto.collectives.staging import Staging
 from stretto.collectives.urgency import Urgency
-from stretto.compress.rounds import Collective, Sum, SumInHops, Transpose
+from stretto.compress.rounds import Collective, Gather, Sum, SumInHops, Transpose
 from stretto.job import Job
 from stretto.plan.auto import chosen_for
 
@@ -160,6 +160,7 @@ class ExchangeDriver:
             return self._run(Kind.ALL_TO_ALL, asked.rows, "pairwise", call)
         if isinstance(asked, SumInHops):
             return self._run(Kind.ALL_REDUCE, asked.tensor, self._algorithm, call, message_codec=asked.hop)
+        assert isinstance(asked, Gather), "only servers serve"
         row, table = asked.row, asked.into
         if table is None:
             table = torch.empty((self._group.size, *row.shape), dtype=row.dtype, device=row.device)

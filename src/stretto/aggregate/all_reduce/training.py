@@ -138,6 +138,11 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         return self._setting.channel
 
     @property
+    def _combiners(self) -> tuple[int, int]:
+        """Among how many workers blocks are shared out to be combined, and this one's place among them."""
+        return self._group.rank, self._group.size
+
+    @property
     def _closing_notes_all(self) -> bool:
         """Whether the closing bucket has no gradients, and the notes of all parameters."""
         return self._is_lossy or self._crossing is not None
@@ -565,7 +570,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
 
     def _restore(self, state: TrainingState) -> None:
         """The buckets must be fresh."""
-        compression_state.restore(self.buckets, state, self._group.rank, self._group.size)
+        compression_state.restore(self.buckets, state, *self._combiners)
         here = {name for bucket in self.buckets for name in bucket.names}
         own, shared = ({name: kinds for name, kinds in part.items() if name not in here} for part in (state.own, state.shared))
         self._remembered = (own, shared)

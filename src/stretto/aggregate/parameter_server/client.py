@@ -34,6 +34,7 @@ from stretto.aggregate.parameter_server.hash_ring import HashRing
 from stretto.aggregate.parameter_server.layout import RangeLayout
 from stretto.aggregate.parameter_server.lives import Lives
 from stretto.aggregate.parameter_server.messages import (
+    Drawn,
     EnterRange,
     ExportRange,
     FillValues,
@@ -69,7 +70,8 @@ MAX_NAMES: Final = 10  # of parameters, in an error
 
 
 class Push(NamedTuple):
-    """A gradient of float32 values. The reply is a `PushTaken`. Without an `urgency` it leaves at once."""
+    """A gradient of float32 values, or as a codec has `drawn` and written it. The reply is a `PushTaken`. Without an `urgency` it
+    leaves at once."""
 
     range: int
     clock: int
@@ -78,10 +80,12 @@ class Push(NamedTuple):
     version_read: int
     weight: float = 1.0
     urgency: Urgency | None = None
+    drawn: Drawn | None = None
 
 
 class Pull(NamedTuple):
-    """The values, into writable memory of their size. The reply is a `ValuesPulled`.
+    """The values, into writable memory of their size. The reply is a `ValuesPulled`. Where they are encoded, `into` is None, and
+    the reply a `PulledPayload`.
 
     `newer_than`: wait for a version after this one. Backup workers give the version that they have pushed on.
     `after_push`: it is not asked for before this worker's pushes of the range are acknowledged. Where that means that it can be
@@ -94,6 +98,14 @@ class Pull(NamedTuple):
     newer_than: int = -1
     urgency: Urgency | None = None
     after_push: bool = False
+
+
+class PulledPayload(NamedTuple):
+    """Values as a codec has written them, from this server."""
+
+    source: int
+    header: ValuesPulled
+    payload: bytes
 
 
 class Fill(NamedTuple):
@@ -248,13 +260,13 @@ class ClientMachine(Machine):
         kind = type(request).__name__
         if not 0 <= request.range < len(self.layout):
             return f"{kind}(range={request.range}): the model has {len(self.layout)} ranges, from 0 on."
-        if isinstance(request, Export):
+        if isinstance(request, Export) or (isinstance(request, Pull) and request.into is None):
             return None
         memory = memoryview(request.into if isinstance(request, Pull) else request.payload)
         wanted = self.layout.ranges[request.range].num_bytes
-        is_free = isinstance(request, Fill) and request.exported  # the server looks at it
+        is_free = request.exported if isinstance(request, Fill) else isinstance(request, Push) and request.drawn is not None
         if (
-            (memory.nbytes != wanted and not is_free)
+            (memory.nbytes != wanted and not is_free)  # else the server looks at it
             or not memory.c_contiguous
             or (memory.readonly and isinstance(request, Pull))
         ):
@@ -272,12 +284,13 @@ class ClientMachine(Machine):
     def _request(self, ticket: int, request: Push | Pull | Fill | Export) -> RangeRequest:
         layout, life = self.layout.digest, self.life
         match request:
-            case Push(index, clock, payload, options, version, weight, urgency):
-                push = PushGradient(layout, life, 0, index, clock, version, weight, options, urgency is not None)
+            case Push(index, clock, payload, options, version, weight, urgency, drawn):
+                push = PushGradient(layout, life, 0, index, clock, version, weight, options, urgency is not None, drawn)
                 return RangeRequest(ticket, push, payload, urgency=urgency)
             case Pull(index, clock, into, newer_than, urgency, after_push):
                 pull = PullValues(layout, life, 0, index, clock, newer_than)
-                return RangeRequest(ticket, pull, b"", memoryview(into).cast("B"), urgency or self._in_window, after_push)
+                memory = None if into is None else memoryview(into).cast("B")
+                return RangeRequest(ticket, pull, b"", memory, urgency or self._in_window, after_push)
             case Fill(index, payload, exported):
                 return RangeRequest(ticket, FillValues(layout, life, 0, index, exported), payload)
             case Export(index):
@@ -351,6 +364,8 @@ class ClientMachine(Machine):
         elif isinstance(header, RangeExported):
             exported = Exported(bytes(payload), header.version, header.slowest, header.fastest)
             self._actions.append(Reply(request.ticket, exported))
+        elif isinstance(header, ValuesPulled) and request.into is None:
+            self._actions.append(Reply(request.ticket, PulledPayload(source, header, bytes(payload))))
         elif request.into is not None and payload.nbytes != request.into.nbytes:
             self._fail(request, FrameError(source, f"{payload.nbytes} bytes of values for range {route.index}"))
         else:

@@ -15,6 +15,8 @@ What is held, gathered or parked is in this server's memory alone. If it dies, o
 was not answered. Gradients of a worker that dies count if they are in: those that were applied, held or gathered, and not one
 that was still on its way.
 
+Encoded:   a gradient is decoded when it comes, for it may be wrong, and kept as it came while it waits. What goes down the chain
+           is float32 in any case: copies have the same bits wherever they are.
 Memory:    gradients are added to one buffer as they arrive; an update of one gradient is made straight from the wire's memory.
            Those that are held are copies: none, but with a bound of 0, and in rounds, one for each worker.
 Reference: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014, for clocks by range and for
@@ -32,8 +34,10 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.aggregate.parameter_server.consistency import ConsistencyRule, PullState
+from stretto.aggregate.parameter_server.encoding import RangeEncoding
 from stretto.aggregate.parameter_server.gradient_sum import GradientSum
 from stretto.aggregate.parameter_server.layout import ParameterRange
 from stretto.aggregate.parameter_server.lives import Lives
@@ -42,6 +46,7 @@ from stretto.aggregate.parameter_server.messages import (
     Applied,
     Change,
     Discarded,
+    Drawn,
     EnterRange,
     ExportRange,
     Filled,
@@ -90,6 +95,7 @@ class Terms:
     send: Callable[[int, Any, Payload], None]
     fault_in: Callable[[Options], str | None]  # why options are wrong, before anything is done with them
     on_update: Callable[[UpdateRecord], None]
+    encoding_of: Callable[[int], RangeEncoding | None]  # how the gradients of a range come; None: as float32
 
 
 class HeldGradient(NamedTuple):
@@ -128,6 +134,8 @@ class RangeHead:
         self._gathered: list[Part] = []
         self._weight = 0.0  # of what is gathered, without the rule's factors
         self._options: Options = {}
+        self._drawn: Drawn | None = None
+        self._encoding = terms.encoding_of(parameters.index)
         self._parked: dict[int, PullValues] = {}  # by worker
         self._answers: list[HeldAnswer] = []
 
@@ -158,7 +166,8 @@ class RangeHead:
     def _fault_in(self, source: int, request: ServedRequest, payload: memoryview) -> str | None:
         known = self.replica.workers.get(source)
         life, wanted = request.life, self._range.num_bytes if isinstance(request, (PushGradient, FillValues)) else 0
-        if payload.nbytes != wanted and not (isinstance(request, FillValues) and request.exported):
+        is_encoded = isinstance(request, PushGradient) and self._encoding is not None
+        if payload.nbytes != wanted and not (is_encoded or (isinstance(request, FillValues) and request.exported)):
             return f"it has {payload.nbytes} bytes, and needs {wanted}"
         if known is not None and life < known.life:
             return f"it is of life {life} of that worker, and life {known.life} has taken its place"
@@ -184,15 +193,28 @@ class RangeHead:
                 return (
                     f"it has {len(request.options)} options, or long names: {MAX_OPTIONS} and {MAX_OPTIONS} letters are the most"
                 )
-            return self._terms.fault_in(request.options)
+            return self._terms.fault_in(request.options) or self._fault_in_encoding(request, payload)
         return None
+
+    def _fault_in_encoding(self, push: PushGradient, payload: memoryview) -> str | None:
+        if self._encoding is None:
+            return None if push.drawn is None else "it is encoded, and gradients of this range come as float32"
+        for held in self._held:
+            if self._rule.sums and held.clock == push.clock and held.push.drawn != push.drawn:
+                return f"it is of round {push.drawn}, and that of rank {held.worker} at clock {held.clock} of {held.push.drawn}"
+        return self._encoding.fault_in(payload, push.drawn)
+
+    def _gradient(self, push: PushGradient, payload: memoryview) -> NDArray[np.float32]:
+        if self._encoding is None or push.drawn is None:
+            return np.frombuffer(payload, np.float32)
+        return self._encoding.read(payload, push.drawn)
 
     def _refuse(self, worker: int, request: str, clock: int, fault: str) -> None:
         reason = f"a {request} of rank {worker} for range {self._range.index} was refused: {fault}."
         self._terms.send(worker, RequestRefused(self._range.index, request, clock, reason[:MAX_REASON]), b"")
 
     def _fill(self, source: int, exported: bool, payload: memoryview) -> None:
-        if not self.replica.filled:
+        if not self.replica.filled or (exported and self._rule.sums):  # a sum is nobody's to begin with but the one who resumes
             try:
                 self._change(Filled(exported), payload)
             except MalformedPayload as fault:
@@ -278,17 +300,17 @@ class RangeHead:
         return True
 
     def _gather(self, worker: int, push: PushGradient, payload: memoryview) -> None:
-        part = Part(worker, push.life, push.clock, push.version_read)
+        part, gradient = Part(worker, push.life, push.clock, push.version_read), self._gradient(push, payload)
         factor = self._rule.factor(self.replica.version - push.version_read)
         if not self._gathered and not self._rule.sums and self._is_complete(1, push.clock):
-            self._apply([part], payload, push.options, factor, push.weight)
+            self._apply([part], gradient.data.cast("B"), push.options, factor, push.weight)
             return
         if self._sum is None:
             self._sum = GradientSum(self._range.numel)
-        self._sum.add(np.frombuffer(payload, np.float32), push.weight * factor)
+        self._sum.add(gradient, push.weight * factor)
         self._gathered.append(part)
         self._weight += push.weight
-        self._options = push.options
+        self._options, self._drawn = push.options, push.drawn
 
     def _is_complete(self, num_gathered: int, clock: int) -> bool:
         return self._rule.is_complete(num_gathered, clock, self._slowest(), len(self._clocks()))
@@ -308,7 +330,7 @@ class RangeHead:
         """The options are those of the gradient that came last."""
         index, version = self._range.index, self.replica.version
         try:
-            self._change(Applied(parts, options, lr_scale, weight), gradient)
+            self._change(Applied(parts, options, lr_scale, weight, self._drawn if self._rule.sums else None), gradient)
         except MalformedPayload as fault:  # options that are wrong only here and now
             self._change(Discarded(parts), b"")
             for part in parts:

@@ -32,11 +32,14 @@ VALUE_BYTES: Final = 4  # float32
 
 
 class ServedParameter(NamedTuple):
-    """A parameter that servers keep. `group`: parameters of different groups share no range."""
+    """A parameter that servers keep. `group`: parameters of different groups share no range. For a codec: `shape` as it lies in
+    memory, and `unit`, a multiple of which every cut is at, if a range has room for one."""
 
     name: str
     numel: int
     group: str = ""
+    shape: tuple[int, ...] = ()
+    unit: int = 1
 
 
 def range_bytes_for(parameters: Sequence[ServedParameter], num_servers: int) -> int:
@@ -87,8 +90,8 @@ class RangeLayout:
         self._open: list[ParameterSlice] = []
         self._group = ""
         limit = range_bytes // VALUE_BYTES
-        for name, numel, group in parameters:
-            pieces = _cut(name, numel, limit)
+        for name, numel, group, _, unit in parameters:
+            pieces = _cut(name, numel, limit, unit if 0 < unit <= limit else 1)
             if self._open and (group != self._group or len(pieces) > 1 or _numel(self._open) + numel > limit):
                 self._close()
             self._group = group
@@ -113,10 +116,11 @@ class RangeLayout:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def _cut(name: str, numel: int, limit: int) -> list[ParameterSlice]:
-    """As few pieces of at most `limit` elements as there can be, of lengths that differ by at most one. None of no elements."""
-    count = -(-numel // limit)
-    ends = [numel * number // count for number in range(count + 1)] if count else []
+def _cut(name: str, numel: int, limit: int, unit: int) -> list[ParameterSlice]:
+    """As few pieces of at most `limit` elements as there can be, their lengths at most a unit apart. None of no elements."""
+    num_units = -(-numel // unit)
+    count = -(-num_units // (limit // unit))
+    ends = [min(numel, unit * (num_units * number // count)) for number in range(count + 1)] if count else []
     return [ParameterSlice(name, start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
 
 

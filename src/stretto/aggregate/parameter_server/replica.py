@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.aggregate.parameter_server.encoded_sum import EncodedSum
 from stretto.aggregate.parameter_server.messages import (
     Admitted,
     Applied,
@@ -78,9 +79,12 @@ class RangeReplica:
     def take(self, change: Change, payload: Payload) -> None:
         """Make the next change."""
         match change:
-            case Applied(parts, options, lr_scale, weight):
-                worker = parts[0].worker if len(parts) == 1 else None
-                self.values.apply(np.frombuffer(payload, np.float32), options, lr_scale=lr_scale, worker=worker)
+            case Applied(parts, options, lr_scale, weight, drawn):
+                worker, gradient = parts[0].worker if len(parts) == 1 else None, np.frombuffer(payload, np.float32)
+                if drawn is not None and isinstance(self.values, EncodedSum):
+                    self.values.hand_out(gradient, weight, drawn)
+                else:
+                    self.values.apply(gradient, options, lr_scale=lr_scale, worker=worker)
                 self._count(parts)
                 self.version += 1
                 self.weight = weight
@@ -106,6 +110,9 @@ class RangeReplica:
         """Raises `MalformedPayload` for what was not exported by such a range."""
         if not exported:
             return self._make_values(self._index, payload)
+        if isinstance(self.values, EncodedSum):
+            self.values.install(payload)  # some worker may have yet to pull what is there
+            return self.values
         values = self._make_values(self._index, None)
         values.install(payload)
         return values

@@ -31,6 +31,7 @@ from typing import Any, Final
 
 from stretto.aggregate.parameter_server.chains import Chains
 from stretto.aggregate.parameter_server.consistency import SyncAnswer, rule_for
+from stretto.aggregate.parameter_server.encoding import RangeEncoding
 from stretto.aggregate.parameter_server.head import Terms, UpdateRecord
 from stretto.aggregate.parameter_server.layout import RangeLayout
 from stretto.aggregate.parameter_server.lives import Lives
@@ -65,6 +66,10 @@ def _no_fault(options: Options) -> str | None:
     return None
 
 
+def _float32(index: int) -> RangeEncoding | None:
+    return None
+
+
 def _no_record(record: UpdateRecord) -> None:
     return None
 
@@ -93,6 +98,7 @@ class ServerMachine(Machine):
         lives: Mapping[int, int] | None = None,
         fault_in: Callable[[Options], str | None] = _no_fault,
         on_update: Callable[[UpdateRecord], None] = _no_record,
+        encoding_of: Callable[[int], RangeEncoding | None] = _float32,
     ) -> None:
         if replicas < 0 or not servers:
             raise ConfigurationError(
@@ -108,7 +114,7 @@ class ServerMachine(Machine):
         self._make_values = make_values
         rule = rule_for(sync, len(self._first_workers))
         self._filled = filled or rule.sums
-        terms = Terms(rule, self.lives, self._send, fault_in, on_update)
+        terms = Terms(rule, self.lives, self._send, fault_in, on_update, encoding_of)
         self.chains = Chains(rank, life, layout, servers, replicas, terms, self._make_replica, self._news_of, self._turn_all_away)
         self._attempts: dict[tuple[int, int], int] = {}  # the last one of each client for each range
         self._turned_away: dict[tuple[int, int], int] = {}  # of these, the last one that was

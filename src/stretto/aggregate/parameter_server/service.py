@@ -26,6 +26,8 @@ import msgspec
 import numpy as np
 import torch
 
+from stretto.aggregate.parameter_server.encoded_sum import EncodedSum
+from stretto.aggregate.parameter_server.encoding import encodings
 from stretto.aggregate.parameter_server.layout import RANGE_BYTES, VALUE_BYTES, RangeLayout, ServedParameter
 from stretto.aggregate.parameter_server.messages import Options
 from stretto.aggregate.parameter_server.range_state import RangeState
@@ -49,7 +51,8 @@ log = logging.getLogger("stretto.parameter_server")
 class ServedModel(msgspec.Struct, frozen=True):
     """What servers have to know of a model, and of each other. Everybody has the same.
 
-    `optimizers`: for servers that step, by the group of the parameters; none with `Synchronous`, where workers step."""
+    `optimizers`: for servers that step, by the group of the parameters; none with `Synchronous`, where workers step.
+    `codecs`: the text of what gradients of a group are compressed with, if they are."""
 
     parameters: list[ServedParameter]
     servers: list[int]
@@ -58,6 +61,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     range_bytes: int = RANGE_BYTES
     sync: SyncSpec = SyncSpec()
     optimizers: dict[str, OptimizerSpec] = {}
+    codecs: dict[str, str] = {}
 
     def layout(self) -> RangeLayout:
         return RangeLayout(self.parameters, self.range_bytes)
@@ -65,7 +69,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     @property
     def unsent_bytes(self) -> int:
         """What may wait for one peer: the model that is pushed, and each worker's gradients on their way down a chain."""
-        num_bytes = VALUE_BYTES * sum(numel for _, numel, _ in self.parameters)
+        num_bytes = VALUE_BYTES * sum(each.numel for each in self.parameters)
+        num_bytes *= 3 if self.codecs else 1  # a sparse payload may be twice as long as what it is of, and a bit more
         return max(UNSENT_BYTES, (len(self.workers) + 2) * num_bytes)
 
     def fault_in(self, options: Options) -> str | None:
@@ -142,6 +147,7 @@ class ServiceHost(Machine):
     def _machine(self, model: ServedModel) -> ServerMachine:
         layout, sync = model.layout(), model.sync.build()
         compensation = sync.delay_compensation if isinstance(sync, Asynchronous) else None
+        encoding_of = encodings(layout.ranges, model.parameters, model.codecs)
         missing = sorted({each.group for each in layout.ranges} - model.optimizers.keys())
         if not isinstance(sync, Synchronous) and missing:
             raise ConfigurationError(f"{sync!r}: no optimizer was named for the groups {missing[:10]}, and the servers step.")
@@ -149,13 +155,14 @@ class ServiceHost(Machine):
         def make_values(index: int, values: memoryview | None) -> RangeValues:
             each = layout.ranges[index]
             if isinstance(sync, Synchronous):
-                return RoundSum(each.numel)
+                encoding = encoding_of(index)
+                return RoundSum(each.numel) if encoding is None else EncodedSum(encoding, each.slices)
             begin = np.zeros(each.numel, np.float32) if values is None else np.frombuffer(values, np.float32).copy()
             return RangeState(torch.from_numpy(begin), model.optimizers[each.group], delay_compensation=compensation)
 
         return ServerMachine(
             self._rank, layout, servers=model.servers, workers=model.workers, sync=sync, make_values=make_values,
-            replicas=model.replicas, fault_in=model.fault_in,
+            replicas=model.replicas, fault_in=model.fault_in, encoding_of=encoding_of,
         )  # fmt: skip
 
     def _stop_unused(self) -> None:

@@ -134,7 +134,7 @@ class SteppingServers(Training[Bucket]):
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
-        check_codec(strategy)
+        check_codec(strategy, steps=True)
         admission.check_schedule(strategy)
 
     @classmethod

@@ -20,8 +20,9 @@ rounded once, after the sum. What float32 cannot hold (float64, complex numbers)
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.aggregate.all_reduce.admission import check_crossing
-from stretto.aggregate.all_reduce.bucket import ReducedBucket
+from stretto.aggregate.all_reduce.admission import check_compression, check_crossing
+from stretto.aggregate.all_reduce.bucket import Notes, ReducedBucket
 from stretto.aggregate.all_reduce.compression_thread import ThreadedExchange
 from stretto.aggregate.all_reduce.exchange import UnderWay
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
-from stretto.aggregate.parameter_server.client import Pull, Push
-from stretto.aggregate.parameter_server.layout import RANGE_BYTES, ServedParameter
+from stretto.aggregate.parameter_server.client import Pull, PulledPayload, Push
+from stretto.aggregate.parameter_server.encoded_rounds import EncodedRounds, RangePlace, codecs_of, served_parameters
+from stretto.aggregate.parameter_server.encoding import refusal
+from stretto.aggregate.parameter_server.layout import RANGE_BYTES
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
 from stretto.aggregate.parameter_server.network import ServerNetwork, network_of, number_dedicated
 from stretto.aggregate.parameter_server.service import ServedModel
@@ -46,7 +49,17 @@ from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.collectives.group import Group
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import InProgress, Pending
-from stretto.engine.training import Named, RoundEnd, RoundResult, Setting
+from stretto.compress.rounds import ExchangeContext
+from stretto.compress.state import SERVER, CompressionState
+from stretto.engine.training import (
+    Named,
+    Participation,
+    RoundEnd,
+    RoundResult,
+    Setting,
+    TensorsByName,
+    TrainingState,
+)
 from stretto.errors import ConfigurationError, PeerLost, StrettoError, WireError
 from stretto.job import Job
 from stretto.plan.profile import TransferCost
@@ -58,6 +71,7 @@ if TYPE_CHECKING:
 
 SERVED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what float32 can hold
 LOSS_S = 2.0  # between two ways to find out that a worker has died
+log = logging.getLogger("stretto.parameter_server")
 BUCKETS = Buckets(bytes=1 << 20)  # a bucket has no start-up here beyond those of its ranges, so small ones begin early
 
 
@@ -67,10 +81,13 @@ class SynchronousServers(SynchronousAllReduce):
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
         self._service: Running | None = None
         self._network: ServerNetwork | None = None
-        self._ranges: dict[ReducedBucket, list[tuple[int, int, int]]] = {}  # number of a range, its first and last + 1 element
+        self._ranges: dict[ReducedBucket, list[RangePlace]] = {}
         self._range_bytes = RANGE_BYTES
+        self._clock_of: dict[ReducedBucket, int] = {}  # the round that a bucket has left in
         self._clock = 0  # rounds since what is served was arranged
         self._meeting: Pending | None = None  # of all workers, in the round under way
+        self._encoded: EncodedRounds | None = None  # where gradients are compressed
+        self._left_over: dict[str, Tensor] = {}  # what servers shall go on with, on rank 0
         super().__init__(replace(strategy, schedule=BUCKETS) if strategy.schedule == Buckets() else strategy, job, setting)
         if job.world_size > 1:
             self._network = network_of(job, servers_of(strategy))
@@ -79,7 +96,7 @@ class SynchronousServers(SynchronousAllReduce):
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
-        check_codec(strategy)
+        check_codec(strategy, steps=False)
         if servers_of(strategy).snapshots is not None:
             raise ConfigurationError(
                 f"{strategy.aggregate!r} with sync={strategy.sync!r}: there the workers step and have everything, and "
@@ -89,6 +106,7 @@ class SynchronousServers(SynchronousAllReduce):
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
+        check_compression(model, optimizers, strategy)
         servers_of(strategy).num_servers(job.world_size, number_dedicated(job))
         check_crossing(optimizers, strategy)
 
@@ -97,6 +115,10 @@ class SynchronousServers(SynchronousAllReduce):
 
     def _make_channel(self) -> int:
         return self._job.world.new_channel()
+
+    @property
+    def _combiners(self) -> tuple[int, int]:
+        return 0, 1  # servers combine: no worker has blocks
 
     @property
     def _closing_notes_all(self) -> bool:
@@ -116,22 +138,25 @@ class SynchronousServers(SynchronousAllReduce):
         self._broadcast(f" to arrange them{self._label}", torch.zeros(1, device="cpu"))  # all have the same, or find out
         if self._service is not None:
             self._network.end(self._service)
-            self._service = None
-        served = [bucket for bucket in buckets if bucket.flat.dtype in SERVED_DTYPES]
-        parameters = [
-            ServedParameter(name, view.numel(), str(bucket.number)) for bucket in served for name, view in bucket.named_views
-        ]
+            self._service = self._encoded = None
+        served = [bucket for bucket in buckets if bucket.flat.dtype in SERVED_DTYPES or bucket.state is not None]
+        parameters = [parameter for bucket in served for parameter in served_parameters(bucket)]
         model = ServedModel(
             parameters=parameters,
             servers=self._network.servers,
             workers=list(range(self._job.world_size)),
             replicas=servers_of(self._strategy).replicas,
             range_bytes=range_bytes_of(self.plan, parameters, len(self._network.servers)),
+            codecs=codecs_of(served),
         )
         self._range_bytes = model.range_bytes
         if model.parameters:
             self._service, self._clock = self._network.begin(model, self), 0
         self._ranges = _ranges_of(buckets, model)
+        if self._service is not None and model.codecs:
+            patience_s = self._job.timeouts.arrive_s
+            self._encoded = EncodedRounds(self._service, model, self._ranges, self._all_of, patience_s)
+            self._give_left_over()
         return buckets
 
     def _measure(self, what: str) -> TransferCost:
@@ -144,7 +169,63 @@ class SynchronousServers(SynchronousAllReduce):
             self._network.end(self._service)
             self._service = None
 
+    # -- what servers have left over ----------------------------------------------------------------------------------
+
+    def state(self) -> TrainingState:
+        state = super().state()
+        return state if self._job.rank else state._replace(own=_with_left_over(state.own, self._ask_left_over()))
+
+    def _ask_left_over(self) -> Mapping[str, Tensor]:
+        if self._encoded is None:
+            return self._left_over
+        try:
+            return self._encoded.left_over()
+        except PeerLost as lost:
+            log.warning("what servers of %s had left over of a codec is lost with them: %s", self._setting.name, lost)
+            return {}
+
+    def _restore(self, state: TrainingState) -> None:
+        """What was rank 0's goes to the servers. What others have of the kind was their part among workers that combined blocks:
+        it becomes theirs to say, P times, for a P-th of that reaches the mean."""
+        goes_to_servers = self._job.rank == 0 and self._network is not None
+        own, self._left_over = _without_left_over(state.own, 0 if goes_to_servers else self._job.world_size)
+        super()._restore(state._replace(own=own))
+
+    def load_state(self, state: TrainingState) -> None:
+        super().load_state(state)
+        if self._encoded is not None:
+            self._encoded.forget()
+            self._give_left_over()
+
+    def _give_left_over(self) -> None:
+        if self._job.rank == 0 and self._encoded is not None and (self._left_over or self._clock):
+            self._encoded.go_on_with(self._left_over)
+        self._left_over = {}
+
     # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def _send(self, bucket: ReducedBucket, participation: Participation, *, late: bool) -> None:
+        self._clock_of[bucket] = self._clock  # its exchange may begin when this round is over for the others
+        super()._send(bucket, participation, late=late)
+
+    def _turn(
+        self, bucket: ReducedBucket, state: CompressionState, participation: Participation, weight: float
+    ) -> ExchangeContext | None:
+        turn = super()._turn(bucket, state, participation, weight)
+        if turn is not None and self._encoded is not None:
+            self._encoded.begin(bucket, turn, self._clock)
+        return turn
+
+    def _finish(self, bucket: ReducedBucket, note: Notes, closing: Notes, used: Sequence[bool]) -> None:
+        is_good = not closing.infinite and closing.present > 0
+        if self._encoded is not None:
+            self._encoded.concluded(bucket, [not (is_good and somewhere) for somewhere in used])
+        super()._finish(bucket, note, closing, used)
+
+    def _end_exchange(self, bucket: ReducedBucket, *, good: bool) -> None:
+        if self._encoded is not None:
+            self._encoded.concluded(bucket, [not good] * len(bucket.names))
+        super()._end_exchange(bucket, good=good)
 
     def _begin(self, bucket: ReducedBucket, under_way: UnderWay) -> None:
         if self._meeting is None and self._job.world_size > 1:
@@ -163,7 +244,9 @@ class SynchronousServers(SynchronousAllReduce):
     def _combine(self, bucket: ReducedBucket, values: Tensor, number: int, label: str) -> UnderWay:
         if self._service is None or not self._ranges[bucket]:
             return super()._combine(bucket, values, number, label)
-        return self._by_servers(self._service, self._clock, bucket, values)
+        if bucket.turn is not None and self._encoded is not None:
+            return self._encoded.drive(bucket, values, urgency_with_servers(bucket.sending.urgency, self._range_bytes))
+        return self._by_servers(self._service, self._clock_of[bucket], bucket, values)
 
     def _by_servers(self, service: Running, clock: int, bucket: ReducedBucket, values: Tensor) -> UnderWay:
         flat = values if values.dtype is torch.float32 and values.device.type == "cpu" else values.to("cpu", torch.float32)
@@ -179,6 +262,9 @@ class SynchronousServers(SynchronousAllReduce):
             part = memory[start:stop].data
             answers.append(service.request(Push(index, clock, part, {}, 0, urgency=urgency)))
             answers.append(service.request(Pull(index, clock + 1, part, urgency=urgency, after_push=urgency is not None)))
+        return self._all_of(answers)
+
+    def _all_of(self, answers: Sequence[Future[Any]]) -> InProgress:
         return Answers(answers, self._job.world_size)
 
     def _wait(self, buckets: Sequence[ReducedBucket]) -> None:
@@ -254,8 +340,9 @@ class Answers(InProgress):
         if is_last:
             self.finish(self._first_error)
 
-    def _missing_in(self, answer: PushTaken | ValuesPulled) -> IncompleteSum | None:
+    def _missing_in(self, answer: PushTaken | ValuesPulled | PulledPayload) -> IncompleteSum | None:
         """Servers wait for nobody that has left, and a mean without somebody would be wrong."""
+        answer = answer.header if isinstance(answer, PulledPayload) else answer
         if isinstance(answer, ValuesPulled) and answer.weight != self._num_workers:
             return IncompleteSum(
                 f"the servers have the gradients of {answer.weight:g} of {self._num_workers} workers: one has left"
@@ -265,23 +352,40 @@ class Answers(InProgress):
         return None
 
 
-def _ranges_of(buckets: Sequence[ReducedBucket], model: ServedModel) -> dict[ReducedBucket, list[tuple[int, int, int]]]:
+def _ranges_of(buckets: Sequence[ReducedBucket], model: ServedModel) -> dict[ReducedBucket, list[RangePlace]]:
     """The ranges of each bucket, which is a group to the servers: one after the other in the bucket's memory."""
-    ranges: dict[ReducedBucket, list[tuple[int, int, int]]] = {bucket: [] for bucket in buckets}
+    ranges: dict[ReducedBucket, list[RangePlace]] = {bucket: [] for bucket in buckets}
     for each in model.layout().ranges:
         before = ranges[buckets[int(each.group)]]
-        start = before[-1][2] if before else 0
-        before.append((each.index, start, start + each.numel))
+        start = before[-1].stop if before else 0
+        before.append(RangePlace(each.index, start, start + each.numel))
     return ranges
 
 
-def check_codec(strategy: Strategy) -> None:
-    """The codecs that servers know."""
+def _with_left_over(own: TensorsByName, left_over: Mapping[str, Tensor]) -> TensorsByName:
+    return {**own, **{name: {**own.get(name, {}), SERVER: value} for name, value in left_over.items()}}
+
+
+def _without_left_over(own: TensorsByName, times: int) -> tuple[TensorsByName, dict[str, Tensor]]:
+    """What servers had left over apart; or multiplied by `times`, unless that is 0."""
+    if times:
+        kept = {
+            name: {kind: value * times if kind == SERVER else value for kind, value in kinds.items()}
+            for name, kinds in own.items()
+        }
+        return kept, {}
+    rest = {name: {kind: value for kind, value in kinds.items() if kind != SERVER} for name, kinds in own.items()}
+    return rest, {name: kinds[SERVER] for name, kinds in own.items() if SERVER in kinds}
+
+
+def check_codec(strategy: Strategy, *, steps: bool) -> None:
+    """The codecs that servers know, who may step."""
     asked = f"aggregate={strategy.aggregate!r}"
-    if strategy.compress.lossless is False:
+    if not strategy.compress.lossless and (steps or (reason := refusal(strategy.compress, steps=steps)) is not None):
+        reason = "servers that step read float32 gradients" if steps else reason
         raise ConfigurationError(
-            f"{asked} with compress={strategy.compress!r}: servers add up float32 values, and know of no codec.\n"
-            f"Leave compress= out, or write aggregate=AllReduce()."
+            f"{asked} with compress={strategy.compress!r}: {reason}.\n"
+            f"Write a codec that servers know, such as compress=ErrorFeedback(Sign()) or Float16(); or aggregate=AllReduce()."
         )
 
 
