@@ -146,10 +146,14 @@ def test_law_4_scheduling_and_bucketing_change_nothing(compression: Compression,
 @pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4, 7))])
 @pytest.mark.parametrize("compression", FEEDBACK, ids=repr)
 def test_law_5_error_feedback_conserves(compression: Compression, size: int) -> None:
+    check_conservation(strategy_of(compression, Buckets(bytes=2000, first_bytes=200)), size)
+
+
+def check_conservation(strategy: Strategy, size: int) -> None:
     """In the mean over workers: sum of handed out + residuals + the server's residuals = sum of gradients."""
 
     def program(job: Job) -> tuple[Tensor, Tensor, Tensor]:
-        model, _ = begin(job, strategy_of(compression, Buckets(bytes=2000, first_bytes=200)))
+        model, _ = begin(job, strategy)
         given = handed_out = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
         for number in range(2 * STEPS):
             generator = torch.Generator().manual_seed(1000 * job.rank + number)
@@ -215,8 +219,11 @@ def test_law_8_bytes_equal_the_formula(compression: Compression, size: int) -> N
 )
 @pytest.mark.parametrize("compression", ONE_IN_THREE)
 def test_law_9_what_was_saved_resumes_with_the_same_bits(compression: Compression, size: int, auto: str, tmp_path: Any) -> None:
+    check_resuming(strategy_of(compression, Buckets(bytes=2000, first_bytes=200)), size, auto, tmp_path)
+
+
+def check_resuming(strategy: Strategy, size: int, auto: str, tmp_path: Any) -> None:
     """By `save` and `load`, and by the state dicts of model and optimizer; law 3 has the run that was never stopped."""
-    strategy = strategy_of(compression, Buckets(bytes=2000, first_bytes=200))
     saved: dict[int, Any] = {}
 
     def go_on(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> str:
@@ -252,9 +259,11 @@ def test_law_9_what_was_saved_resumes_with_the_same_bits(compression: Compressio
 @pytest.mark.parametrize("size", SIZES[0:3:2])
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=repr)
 def test_a_round_with_a_bad_gradient_leaves_no_trace(compression: Compression, size: int) -> None:
-    """One worker's batch has a NaN: all gradients are NaN on all workers, and going on is as if it had not been."""
+    check_that_a_bad_round_leaves_no_trace(strategy_of(compression, WaitFree()), size)
 
-    strategy = strategy_of(compression, WaitFree())
+
+def check_that_a_bad_round_leaves_no_trace(strategy: Strategy, size: int) -> None:
+    """One worker's batch has a NaN: all gradients are NaN on all workers, and going on is as if it had not been."""
 
     def program(job: Job) -> list[str]:
         model, optimizer = begin(job, strategy, auto=IN_RANK_ORDER)

@@ -52,7 +52,7 @@ def loads(layout: RangeLayout, placed: dict[int, int]) -> Counter[int]:
 def test_loads_are_even(model: str, num_servers: int) -> None:
     """Where ranges are small enough for it: a model of a few MiB is cut smaller."""
     parameters = MODELS[model]
-    num_bytes = 4 * sum(numel for _, numel, _ in parameters)
+    num_bytes = 4 * sum(each.numel for each in parameters)
     layout = RangeLayout(parameters, min(MIB, num_bytes // num_servers // 40))
     found = loads(layout, HashRing(range(num_servers)).place(layout.ranges))
     assert len(found) == num_servers and max(found.values()) <= 1.05 * min(found.values())

@@ -21,7 +21,7 @@ from stretto.aggregate.parameter_server.client import ClientMachine
 from stretto.aggregate.parameter_server.messages import PushGradient
 from stretto.aggregate.parameter_server.network import hosts_of_servers
 from stretto.aggregate.parameter_server.server import ServerMachine
-from stretto.compress.int8 import Int8
+from stretto.compress.power_sgd import PowerSGD
 from stretto.distributing import distribute, engine_of, join, release
 from stretto.errors import BackwardFailed, ConfigurationError, PeerLost, StrettoError, WireError
 from stretto.job import Job
@@ -371,7 +371,7 @@ def test_alone_nothing_is_served() -> None:
         (lambda: ParameterServer(shards=True), "at least one server"),
         (lambda: ParameterServer(replicas=-1), "0 or a"),
         (lambda: ParameterServer(shards=2, replicas=2), "Write shards=3"),
-        (lambda: Strategy(aggregate=ParameterServer(), compress=Int8()), "Leave compress= out"),
+        (lambda: Strategy(aggregate=ParameterServer(), compress=PowerSGD(2)), "Write a codec that servers know"),
     ],
     ids=["none", "flag", "negative", "too many copies", "compressed"],
 )

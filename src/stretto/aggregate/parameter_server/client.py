@@ -34,7 +34,7 @@ from stretto.aggregate.parameter_server.hash_ring import HashRing
 from stretto.aggregate.parameter_server.layout import RangeLayout
 from stretto.aggregate.parameter_server.lives import Lives
 from stretto.aggregate.parameter_server.messages import (
-    Drawn,
+    CodecRound,
     EnterRange,
     ExportRange,
     FillValues,
@@ -80,7 +80,7 @@ class Push(NamedTuple):
     version_read: int
     weight: float = 1.0
     urgency: Urgency | None = None
-    drawn: Drawn | None = None
+    drawn: CodecRound | None = None
 
 
 class Pull(NamedTuple):

@@ -24,7 +24,7 @@ from stretto.aggregate.parameter_server.client import Export, Fill, Pull, Pulled
 from stretto.aggregate.parameter_server.encoded_sum import residual_of, to_begin_with
 from stretto.aggregate.parameter_server.encoding import RangeBlocks, as_bytes, unit_of, writing_in
 from stretto.aggregate.parameter_server.layout import ParameterRange, ServedParameter
-from stretto.aggregate.parameter_server.messages import Drawn
+from stretto.aggregate.parameter_server.messages import CodecRound
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.collectives.request import InProgress
 from stretto.collectives.urgency import Urgency
@@ -115,7 +115,7 @@ class EncodedRounds:
     def _serve(self, bucket: ReducedBucket, asked: Serve, number: int, urgency: Urgency | None) -> Iterator[InProgress]:
         places, clock, answers, pulls = self._places[bucket], self._clocks[bucket], [], []
         for (index, _, _), payload in zip(places, asked.payloads, strict=True):
-            drawn = Drawn(number, self._unheard_in(bucket, self._ranges[index]))
+            drawn = CodecRound(number, self._unheard_in(bucket, self._ranges[index]))
             push = Push(index, clock, payload.cpu().numpy().data, {}, 0, urgency=urgency, drawn=drawn)
             answers.append(self._service.request(push))
             pull = Pull(index, clock + 1, None, urgency=urgency, after_push=urgency is not None)

@@ -34,7 +34,7 @@ from torch import Tensor
 from stretto.aggregate.parameter_server import read_only
 from stretto.aggregate.parameter_server.encoding import RangeEncoding, writing_in
 from stretto.aggregate.parameter_server.layout import ParameterSlice
-from stretto.aggregate.parameter_server.messages import Drawn
+from stretto.aggregate.parameter_server.messages import CodecRound
 from stretto.aggregate.parameter_server.shard_optimizer import OptionValue
 from stretto.compress.exchange import keys_of_reply
 from stretto.compress.random_numbers import RandomKeys
@@ -61,7 +61,7 @@ class EncodedSum:
     ) -> None:
         raise MalformedPayload("a sum that is to be handed out encoded, and of which nobody says in which round.")
 
-    def hand_out(self, total: Floats, weight: float, drawn: Drawn) -> None:
+    def hand_out(self, total: Floats, weight: float, drawn: CodecRound) -> None:
         """The sum of a round, of gradients that count so many times together."""
         writing = writing_in(self._encoding.compression, drawn.draw)
         if writing is None:

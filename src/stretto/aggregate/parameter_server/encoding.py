@@ -5,7 +5,8 @@ parameter: what is sent for it does not depend on how it was cut. Where one bloc
 of `TopK`, say), each piece counts as a tensor of its own: the largest of each piece are sent, with a name of its own for random
 numbers, "name[start:stop]".
 
-What is random is drawn by the round of which a push says that it is (`Drawn`), so a server needs to remember nothing to read it.
+What is random is drawn by the round of which a push says that it is (`CodecRound`), so a server reads it without having seen the
+rounds before.
 
 Servers get codecs as text and build them with a whitelist, as strategies are read; a codec that is not stretto's own is not known
 to them. Raw codecs, `ErrorFeedback`, `EF21` and `WarmUp` are, for all a server has to know is which codec writes a round, and
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.aggregate.parameter_server.layout import ParameterRange, ServedParameter
-from stretto.aggregate.parameter_server.messages import Drawn
+from stretto.aggregate.parameter_server.messages import CodecRound
 from stretto.compress import catalogue
 from stretto.compress.by_parameter import ByParameter
 from stretto.compress.codec import Codec, Compression
@@ -167,7 +168,7 @@ class RangeEncoding:
     numel: int
     _checked: tuple[Payload, Floats] | None = None  # mostly that is what is read next
 
-    def fault_in(self, payload: memoryview, drawn: Drawn | None) -> str | None:
+    def fault_in(self, payload: memoryview, drawn: CodecRound | None) -> str | None:
         """Why this is no gradient of the range, or None."""
         if drawn is None:
             return f"it is not encoded, and gradients of this range come as {self.compression!r} writes them"
@@ -182,12 +183,12 @@ class RangeEncoding:
             return f"it is nothing that {self.compression!r} writes: {problem}"
         return None
 
-    def read(self, payload: memoryview, drawn: Drawn) -> Floats:
+    def read(self, payload: memoryview, drawn: CodecRound) -> Floats:
         """The gradient that is in a payload that has been checked."""
         checked, self._checked = self._checked, None
         return checked[1] if checked is not None and checked[0] is payload else self._decoded(payload, drawn)
 
-    def _decoded(self, payload: memoryview, drawn: Drawn) -> Floats:
+    def _decoded(self, payload: memoryview, drawn: CodecRound) -> Floats:
         writing = writing_in(self.compression, drawn.draw)
         if writing is None:
             if payload.nbytes != 4 * self.numel:

@@ -45,8 +45,8 @@ from stretto.aggregate.parameter_server.messages import (
     Admitted,
     Applied,
     Change,
+    CodecRound,
     Discarded,
-    Drawn,
     EnterRange,
     ExportRange,
     Filled,
@@ -134,7 +134,7 @@ class RangeHead:
         self._gathered: list[Part] = []
         self._weight = 0.0  # of what is gathered, without the rule's factors
         self._options: Options = {}
-        self._drawn: Drawn | None = None
+        self._drawn: CodecRound | None = None
         self._encoding = terms.encoding_of(parameters.index)
         self._parked: dict[int, PullValues] = {}  # by worker
         self._answers: list[HeldAnswer] = []

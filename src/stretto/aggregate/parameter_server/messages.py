@@ -57,7 +57,7 @@ class Part(NamedTuple):
     version_read: int
 
 
-class Drawn(NamedTuple):
+class CodecRound(NamedTuple):
     """Of what is encoded: the round from which its random numbers are drawn (`compress/random_numbers.py`). `unheard`: slices of
     the range, from the first to before the last, of which workers have not used the reply of the round before."""
 
@@ -75,7 +75,7 @@ class Applied(msgspec.Struct, frozen=True, tag=True):
     options: Options
     lr_scale: float
     weight: float  # of all parts
-    drawn: Drawn | None = None  # if the sum is handed out encoded
+    drawn: CodecRound | None = None  # if the sum is handed out encoded
 
 
 class Discarded(msgspec.Struct, frozen=True, tag=True):
@@ -126,7 +126,7 @@ class PushGradient(msgspec.Struct, frozen=True, tag=True):
     weight: float
     options: Options
     receipt: bool = False  # say `PushReceived`, whatever becomes of it
-    drawn: Drawn | None = None  # if the gradient is encoded
+    drawn: CodecRound | None = None  # if the gradient is encoded
 
 
 class PullValues(msgspec.Struct, frozen=True, tag=True):
