@@ -18,6 +18,7 @@ In a job:
     value           what a strategy names
     training        synchronous training with servers that only sum
     stepping        training with servers that step; `inventory` is what they keep, `stepping_admission` what is refused
+    encoded_rounds  a worker's side of synchronous rounds that are compressed
     transfer_order  what a schedule's plan means to pushes and pulls; `transfer_cost` measures what they cost
     snapshots       what they have, written to disk while training goes on: who, when and where; `snapshot_content` is what is in
                     a file, and `snapshot_subject` what a worker adds
@@ -29,6 +30,8 @@ The values, which know no protocol:
 
     range_state     values and an optimizer's state; `range_format` is how they travel, `snapshot` how they are kept in a file
     round_sum       values that are the sum of a round: with `Synchronous` the servers only sum
+    encoding        gradients as a codec writes them: which codecs servers know, and how ranges are cut into their blocks
+    encoded_sum     the mean of a round as a server writes it, and what that left out
     shard_optimizer optimizers as data
     gradient_sum    gradients that arrive one after the other; `read_only` reads them where the wire has put them
     compensation    gradients corrected for their delay

@@ -328,7 +328,7 @@ class ClientMachine(Machine):
             self._pulls.end((route.index, -1))  # of another server's lane
             self._let_pull_in(route)
         elif request.urgency is not None and isinstance(request.header, PushGradient):
-            key, num_bytes = (route.index, request.header.clock), self.layout.ranges[route.index].num_bytes
+            key, num_bytes = (route.index, request.header.clock), memoryview(request.payload).nbytes
             self._pushes.wait(key, route.sent_to, num_bytes, request.urgency)
         else:
             self._send(route.sent_to, msgspec.structs.replace(request.header, attempt=route.attempt), request.payload)

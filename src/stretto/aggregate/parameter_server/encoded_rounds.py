@@ -121,8 +121,8 @@ class EncodedRounds:
             pull = Pull(index, clock + 1, None, urgency=urgency, after_push=urgency is not None)
             pulls.append(self._service.request(pull))
         yield self._all_of([*answers, *pulls])
-        for place, pull in enumerate(pulls):
-            reply: PulledPayload = pull.result()
+        for place, answer in enumerate(pulls):
+            reply: PulledPayload = answer.result()
             with blamed_on(reply.source, repr(bucket.compression)):
                 asked.take(place, as_bytes(reply.payload).to(bucket.flat.device))
 
