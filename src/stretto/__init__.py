@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from stretto.distributing import no_sync as no_sync
     from stretto.distributing import release as release
     from stretto.distributing import save_profile as save_profile
+    from stretto.distributing import server_ledgers as server_ledgers
     from stretto.distributing import synchronize as synchronize
     from stretto.distributing import weight as weight
     from stretto.errors import *  # noqa: F403
@@ -105,7 +106,9 @@ _HOME = {
     "stretto.collectives.group": ("Group",),
     "stretto.collectives.started": ("Started",),
     **{f"stretto.compress.{module}": (name,) for name, module in COMPRESSIONS.items()},
-    "stretto.distributing": ("distribute", "join", "no_sync", "release", "save_profile", "synchronize", "weight"),
+    "stretto.distributing": (
+        "distribute", "join", "no_sync", "release", "save_profile", "server_ledgers", "synchronize", "weight",
+    ),  # fmt: skip
     "stretto.errors": (
         "BackwardFailed", "CheckpointError", "ConfigurationError", "FrameError", "JobError", "MalformedPayload",
         "NonFiniteGradient", "PeerLost", "RankMismatch", "RendezvousError", "SecretError", "StrettoError", "UnreachableError",

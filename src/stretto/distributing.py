@@ -17,6 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.aggregate.all_reduce.planning import ROUNDS_TO_WATCH
+from stretto.aggregate.parameter_server.server_record import ServerLedger
+from stretto.aggregate.parameter_server.stepping import SteppingServers
+from stretto.aggregate.parameter_server.training import SynchronousServers
 from stretto.api import current_job
 from stretto.engine.admission import check, check_model, check_world, unwrapped, wrappings
 from stretto.engine.agreement import admit, agree
@@ -209,6 +212,19 @@ def release(model: M) -> M:
         for each in engine.model.modules():
             look_as_before(each)
     return model
+
+
+def server_ledgers(model: nn.Module) -> dict[int, ServerLedger]:
+    """What the servers of this model have counted since they serve it: bytes, staleness and waiting by worker, how long they were
+    at work, how long their queues were. By the server's number in `job.ledger.sent`; of those that live. Any worker may ask.
+    """
+    engine = engine_of(model)
+    if isinstance(engine.training, (SteppingServers, SynchronousServers)):
+        return engine.training.server_ledgers()
+    raise ConfigurationError(
+        f"server_ledgers({engine.name}): it trains with {engine.strategy!r}, without servers.\n"
+        f"What workers have exchanged is in stretto.init().ledger."
+    )
 
 
 def as_tuple(optimizer: object) -> tuple[Optimizer, ...]:

@@ -14,13 +14,19 @@ from collections.abc import Iterable
 
 
 class Ledger:
-    """One worker's totals so far. `sent` and `received` are bytes by (kind of collective, peer)."""
+    """One worker's totals so far. `sent` and `received` are bytes by (kind of collective, peer). With servers the kinds are
+    "push", "pull" and "state" (to begin with, and checkpoints), and a server's number as a peer comes after those of all workers.
+
+    `held_ns`: for how long servers held back what this worker wanted to read, by the worker that was slowest then.
+    `under_way`: requests that servers have not answered."""
 
     def __init__(self) -> None:
         self.sent: Counter[tuple[str, int]] = Counter()
         self.received: Counter[tuple[str, int]] = Counter()
         self.collectives: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()  # staleness -> rounds
+        self.held_ns: Counter[int] = Counter()
+        self.under_way = self.most_under_way = 0
         self.waited_ns = 0
         self._lock = threading.Lock()
 
@@ -32,6 +38,20 @@ class Ledger:
         for peer, elements in received:
             self.received[kind, peer] += elements * itemsize
 
+    def count_message(self, kind: str, peer: int, sent: int = 0, received: int = 0) -> None:
+        """To a server, or from one."""
+        if sent:
+            self.sent[kind, peer] += sent
+        if received:
+            self.received[kind, peer] += received
+
+    def count_under_way(self, requests: int) -> None:
+        self.under_way = requests
+        self.most_under_way = max(self.most_under_way, requests)
+
+    def count_held(self, by_rank: int, held_ns: int) -> None:
+        self.held_ns[by_rank] += held_ns
+
     def count_wait(self, waited_ns: int) -> None:
         with self._lock:  # several threads may wait at the same time
             self.waited_ns += waited_ns
@@ -41,11 +61,16 @@ class Ledger:
 
     @property
     def bytes_sent(self) -> int:
-        return sum(self.sent.values())
+        return sum(list(self.sent.values()))
 
     @property
     def bytes_received(self) -> int:
-        return sum(self.received.values())
+        return sum(list(self.received.values()))
+
+    @property
+    def held_s(self) -> float:
+        """Seconds for which servers held back what this worker wanted to read, as `sync=` says."""
+        return sum(list(self.held_ns.values())) / 1e9
 
     @property
     def waited_s(self) -> float:
@@ -57,10 +82,10 @@ class Ledger:
         return sum(num_bytes for (of, _), num_bytes in list(self.sent.items()) if of == kind)
 
     def sent_to(self, peer: int) -> int:
-        return sum(num_bytes for (_, to), num_bytes in self.sent.items() if to == peer)
+        return sum(num_bytes for (_, to), num_bytes in list(self.sent.items()) if to == peer)
 
     def received_from(self, peer: int) -> int:
-        return sum(num_bytes for (_, source), num_bytes in self.received.items() if source == peer)
+        return sum(num_bytes for (_, source), num_bytes in list(self.received.items()) if source == peer)
 
     def __repr__(self) -> str:
         return (

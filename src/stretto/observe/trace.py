@@ -34,6 +34,7 @@ import msgspec
 from stretto.errors import ConfigurationError
 
 DEFAULT_LIMIT: Final = 1 << 17
+MOST_SAMPLES: Final = 1 << 15
 IN_FLIGHT: Final = ("send", "receive", "transfer")
 
 T = TypeVar("T")
@@ -50,6 +51,14 @@ class Span(NamedTuple):
     num_bytes: int = 0
     peer: int = -1
     collective: str = ""
+
+
+class Sample(NamedTuple):
+    """What something was at a moment: the lengths of queues."""
+
+    name: str
+    at_ns: int
+    values: dict[str, int]
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +99,7 @@ class Tracer:
         self.num_recorded = 0
         self.threads: dict[int, str] = {}
         self._kept: deque[Span] = deque(maxlen=limit)
+        self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
 
     def span(
         self,
@@ -111,6 +121,10 @@ class Tracer:
         self.num_recorded += 1
         end = self.now() if end_ns is None else end_ns
         self._kept.append(Span(category, name, thread, begin_ns, end, num_bytes, peer, collective))
+
+    def sample(self, name: str, at_ns: int, values: dict[str, int]) -> None:
+        """Note numbers that change with time. The last ones are kept."""
+        self._samples.append(Sample(name, at_ns, values))
 
     def watch(self, category: str, peer: int, num_bytes: int, collective: str, then: Callable[[T], None]) -> Callable[[T], None]:
         """`then`, noting that something was in flight from now until it is called."""
@@ -136,6 +150,10 @@ class Tracer:
     @property
     def spans(self) -> list[Span]:
         return list(self._kept)
+
+    @property
+    def samples(self) -> list[Sample]:
+        return list(self._samples)
 
     @property
     def num_dropped(self) -> int:
@@ -182,6 +200,8 @@ def events(tracer: Tracer, about: About) -> list[TraceEvent]:
             made.append(_note("thread_name", about.rank, tid, name=track if number == 0 else f"{track} ({number + 1})"))
             made.append(_note("thread_sort_index", about.rank, tid, sort_index=tid))
             made.extend(_event(span, about, tid) for span in lane)
+    for name, at_ns, values in tracer.samples:
+        made.append(TraceEvent("C", name, about.rank, 0, (at_ns - about.clock_offset_ns) / 1000, args=dict(values)))
     return made
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from stretto.aggregate.parameter_server.client import ClientMachine, Fill, Pull, Push
 from stretto.aggregate.parameter_server.layout import ServedParameter
-from stretto.aggregate.parameter_server.server import ServerMachine
+from stretto.aggregate.parameter_server.server_record import RecordedServer
 from stretto.aggregate.parameter_server.service import (
     BeginService,
     EndService,
@@ -46,11 +46,11 @@ class Host:
     """A server that is told things by the test."""
 
     def __init__(self, workers: int = 2) -> None:
-        self.machines: dict[int, ServerMachine] = {}
+        self.machines: dict[int, RecordedServer] = {}
         self.left_alone = False
         self.host = ServiceHost(9, range(workers), self._start, self._stop, self._alone)
 
-    def _start(self, machine: ServerMachine, channel: int, model: ServedModel) -> None:
+    def _start(self, machine: RecordedServer, channel: int, model: ServedModel) -> None:
         self.machines[channel] = machine
         machine.on_start(0.0)
 

@@ -22,6 +22,7 @@ In a job:
     transfer_order  what a schedule's plan means to pushes and pulls; `transfer_cost` measures what they cost
     snapshots       what they have, written to disk while training goes on: who, when and where; `snapshot_content` is what is in
                     a file, and `snapshot_subject` what a worker adds
+    server_record   a server's machine with an account of what it does, and client_record a worker's
     sync_spec       an answer to `sync=` as data
     service         servers are told which models to serve
     network         how servers are started and reached; `process` is one of them, `dedicated` one that was started apart

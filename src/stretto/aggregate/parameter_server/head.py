@@ -98,6 +98,14 @@ class Terms:
     encoding_of: Callable[[int], RangeEncoding | None]  # how the gradients of a range come; None: as float32
 
 
+class RangeQueue(NamedTuple):
+    """How many gradients are held or gathered, and how many pulls are parked."""
+
+    held: int
+    gathered: int
+    parked: int
+
+
 class HeldGradient(NamedTuple):
     """A gradient that waits, ordered by clock and worker."""
 
@@ -138,6 +146,18 @@ class RangeHead:
         self._encoding = terms.encoding_of(parameters.index)
         self._parked: dict[int, PullValues] = {}  # by worker
         self._answers: list[HeldAnswer] = []
+
+    # -- for the ledger -----------------------------------------------------------------------------------------------
+
+    def queue(self) -> RangeQueue:
+        return RangeQueue(len(self._held), len(self._gathered), len(self._parked))
+
+    def holds_back(self, worker: int) -> int | None:
+        """The slowest worker that counts, if the rule does not let this one read yet."""
+        if worker not in self._parked:
+            return None
+        counting = [(self._received[other], other) for other, each in self.replica.workers.items() if each.counts]
+        return min(counting)[1] if counting else worker
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

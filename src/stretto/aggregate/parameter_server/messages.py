@@ -198,6 +198,7 @@ class PushTaken(msgspec.Struct, frozen=True, tag=True):
     clock: int
     version: int
     applied: bool | None  # False: it came too late, and was discarded; None: it was counted before, as one or the other
+    kept_us: int = 0  # for so long it was at the server
 
 
 class ValuesPulled(msgspec.Struct, frozen=True, tag=True):
@@ -206,6 +207,8 @@ class ValuesPulled(msgspec.Struct, frozen=True, tag=True):
     version: int
     min_clock: int  # of the workers that count: all of their earlier gradients are in the values
     weight: float  # of the gradients in the last update
+    kept_us: int = 0  # for so long the request was at the server
+    waited_for: int = -1  # the slowest worker, if the rule held the request back
 
 
 class RangeFilled(msgspec.Struct, frozen=True, tag=True):

@@ -32,7 +32,9 @@ from typing import Any, Final
 import msgspec
 
 from stretto.aggregate.parameter_server.client import ClientMachine, Quit
+from stretto.aggregate.parameter_server.client_record import AskLedgers, RecordedClient
 from stretto.aggregate.parameter_server.process import ServerPlace, serve
+from stretto.aggregate.parameter_server.server_record import ServerLedger
 from stretto.aggregate.parameter_server.service import (
     CONTROL_CHANNEL,
     FIRST_CHANNEL,
@@ -98,7 +100,8 @@ class ServerNetwork:
         problem = self._job.gather_object(problem)[0]
         if problem is not None:
             raise StrettoError(problem)
-        machine = ClientMachine(self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas)
+        client = ClientMachine(self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas)
+        machine = RecordedClient(client, model.servers, self._job.world_size, self._job.ledger, self._job.tracer)
         running = self._communication.loop.start(machine, channel, unsent_bytes=model.unsent_bytes)
         self._served[channel] = running
         weakref.finalize(owner, self.end, running).atexit = False
@@ -126,6 +129,11 @@ class ServerNetwork:
         running.request(Quit())
         running.stop()
         self._control.request(StopService(running.channel, self.servers))
+
+    def ledgers(self, running: Running) -> dict[int, ServerLedger]:
+        """What the servers that live have counted of a model, by rank."""
+        found: dict[int, ServerLedger] = self._wait_for(running.request(AskLedgers()), "what they have counted")
+        return found
 
     def _wait_for(self, answer: Future[Any], what: str) -> Any:
         patience_s = self._job.timeouts.connect_s

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 import torch
 
-from stretto.aggregate.parameter_server.server import ServerMachine
+from stretto.aggregate.parameter_server.server_record import RecordedServer
 from stretto.aggregate.parameter_server.service import CONTROL_CHANNEL, ServedModel, ServiceHost
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
@@ -58,7 +58,7 @@ def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts) -> bool:
     communication = CommunicationThread(Communicator(wire, timeouts))
     services: dict[int, Running] = {}
 
-    def start(machine: ServerMachine, channel: int, model: ServedModel) -> None:
+    def start(machine: RecordedServer, channel: int, model: ServedModel) -> None:
         services[channel] = communication.loop.start(machine, channel, unsent_bytes=model.unsent_bytes)
 
     def stop(channel: int) -> None:

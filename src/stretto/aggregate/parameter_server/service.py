@@ -34,9 +34,11 @@ from stretto.aggregate.parameter_server.range_state import RangeState
 from stretto.aggregate.parameter_server.replica import RangeValues
 from stretto.aggregate.parameter_server.round_sum import RoundSum
 from stretto.aggregate.parameter_server.server import ServerMachine
+from stretto.aggregate.parameter_server.server_record import RecordedServer
 from stretto.aggregate.parameter_server.shard_optimizer import OptimizerSpec
 from stretto.aggregate.parameter_server.sync_spec import SyncSpec
 from stretto.errors import ConfigurationError, JobError
+from stretto.observe.trace import Tracer
 from stretto.protocol.loop import UNSENT_BYTES
 from stretto.protocol.machine import Actions, Machine, Reply, SendMessage
 from stretto.sync.asynchronous import Asynchronous
@@ -111,13 +113,15 @@ class ServiceHost(Machine):
         self,
         rank: int,
         workers: Iterable[int],
-        start: Callable[[ServerMachine, int, ServedModel], None],
+        start: Callable[[RecordedServer, int, ServedModel], None],
         stop: Callable[[int], None],
         alone: Callable[[], None],
+        tracer: Tracer | None = None,
     ) -> None:
         self._rank = rank
         self._workers = set(workers)
-        self._start, self._stop, self._alone = start, stop, alone
+        self._start, self._stop, self._alone, self._tracer = start, stop, alone, tracer
+        self._first_server = len(self._workers)
         self._gone: set[int] = set()  # ranks that have left
         self._users: dict[int, set[int]] = {}  # channel -> workers that have not ended the service
 
@@ -144,7 +148,7 @@ class ServiceHost(Machine):
             return str(problem)
         return ""
 
-    def _machine(self, model: ServedModel) -> ServerMachine:
+    def _machine(self, model: ServedModel) -> RecordedServer:
         layout, sync = model.layout(), model.sync.build()
         compensation = sync.delay_compensation if isinstance(sync, Asynchronous) else None
         encoding_of = encodings(layout.ranges, model.parameters, model.codecs)
@@ -160,10 +164,13 @@ class ServiceHost(Machine):
             begin = np.zeros(each.numel, np.float32) if values is None else np.frombuffer(values, np.float32).copy()
             return RangeState(torch.from_numpy(begin), model.optimizers[each.group], delay_compensation=compensation)
 
-        return ServerMachine(
-            self._rank, layout, servers=model.servers, workers=model.workers, sync=sync, make_values=make_values,
-            replicas=model.replicas, fault_in=model.fault_in, encoding_of=encoding_of,
+        record = RecordedServer(self._tracer, self._first_server)
+        record.machine = ServerMachine(
+            self._rank, layout, servers=model.servers, workers=model.workers, sync=sync, make_values=record.timed(make_values),
+            replicas=model.replicas, fault_in=model.fault_in, on_update=record.on_update,
+            encoding_of=encoding_of,
         )  # fmt: skip
+        return record
 
     def _stop_unused(self) -> None:
         for channel, users in list(self._users.items()):

@@ -57,6 +57,7 @@ from stretto.aggregate.parameter_server.inventory import MEAN_SQUARE, VALUES, In
 from stretto.aggregate.parameter_server.layout import ParameterRange, range_bytes_for
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
 from stretto.aggregate.parameter_server.network import network_of, number_dedicated
+from stretto.aggregate.parameter_server.server_record import ServerLedger
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.snapshot_subject import begin_snapshots
 from stretto.aggregate.parameter_server.snapshots import SnapshotTaker, prepare_folder
@@ -219,6 +220,10 @@ class SteppingServers(Training[Bucket]):
         self._wait(pulls, "for the values")
         self._take(self._ranges, pulls)
 
+    def server_ledgers(self) -> dict[int, ServerLedger]:
+        """What the servers have counted of this model; nothing where there is one worker and no server."""
+        return {} if self._network is None or self._service is None else self._network.ledgers(self._service)
+
     def close(self) -> None:
         """Leaves the state of the servers in the optimizers, if they answer, and waits for no worker."""
         for handle in self._handles:
@@ -335,8 +340,16 @@ class SteppingServers(Training[Bucket]):
             num_bytes = 2 * sum(each.num_bytes for each in step.ranges)
             names = ", ".join(each.name for each in self._inventory.entries if each.optimizer == number)
             tracer.span("transfer", f"servers {number}", step.begin_ns, num_bytes=num_bytes, collective=names)
+        self._count_held(step)
         self._unsettled.append(step)
         self._settle()
+
+    def _count_held(self, step: Step) -> None:
+        """For how long the rule held this worker back, and because of whom: of the range for which it did so longest."""
+        held = [pull.result() for pull in step.pulls if pull.result().waited_for >= 0]
+        if held:
+            longest = max(held, key=lambda each: each.kept_us)
+            self._job.ledger.count_held(longest.waited_for, 1000 * longest.kept_us)
 
     def _take(self, ranges: Iterable[ParameterRange], pulls: Iterable[Future[ValuesPulled]]) -> None:
         """The values have come: they become those of the parameters."""

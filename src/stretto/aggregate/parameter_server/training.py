@@ -42,6 +42,7 @@ from stretto.aggregate.parameter_server.encoding import refusal
 from stretto.aggregate.parameter_server.layout import RANGE_BYTES
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
 from stretto.aggregate.parameter_server.network import ServerNetwork, network_of, number_dedicated
+from stretto.aggregate.parameter_server.server_record import ServerLedger
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.transfer_cost import cost_with_servers
 from stretto.aggregate.parameter_server.transfer_order import range_bytes_of, urgency_with_servers
@@ -162,6 +163,10 @@ class SynchronousServers(SynchronousAllReduce):
     def _measure(self, what: str) -> TransferCost:
         assert self._network is not None
         return cost_with_servers(self._job, self._network, servers_of(self._strategy).replicas, self._range_bytes)
+
+    def server_ledgers(self) -> dict[int, ServerLedger]:
+        """What the servers have counted of this model; nothing where there is one worker and no server."""
+        return {} if self._network is None or self._service is None else self._network.ledgers(self._service)
 
     def close(self) -> None:
         super().close()
