@@ -221,7 +221,7 @@ class RangeHead:
             return None if push.drawn is None else "it is encoded, and gradients of this range come as float32"
         for held in self._held:
             if self._rule.sums and held.clock == push.clock and held.push.drawn != push.drawn:
-                return f"it is of round {push.drawn}, and that of rank {held.worker} at clock {held.clock} of {held.push.drawn}"
+                return f"it is of {push.drawn}, and that of rank {held.worker} at the same clock of {held.push.drawn}"
         return self._encoding.fault_in(payload, push.drawn)
 
     def _gradient(self, push: PushGradient, payload: memoryview) -> NDArray[np.float32]:
