@@ -2,6 +2,7 @@
 
     python benchmarks/schedule.py             an MLP of equal layers and a byte GPT, communication 0.3, 1 and 3 times computation
     python benchmarks/schedule.py --quick     few rounds at rho 1: does the script work?
+    python benchmarks/schedule.py --servers         pushes and pulls with four servers at rho 1, across the barrier and with it
     python benchmarks/schedule.py --compressed      compressed gradients at rho 10, against no communication
     python benchmarks/schedule.py --device cuda     models of more than 100 M parameters; the hosts share the GPU
 
@@ -43,6 +44,12 @@ COMPRESSED = {
     for name, codec in CODECS.items()
     for schedule in (BUCKETS, PRIORITY)
 }
+TAC, TAC_BARRIER = "4 servers, Tac()", "4 servers, Tac(cross_barrier=False)"
+SERVERS = {
+    f"4 servers, {schedule}": f"Strategy(aggregate=ParameterServer(), schedule={schedule})"
+    for schedule in (BUCKETS, "Tac()", "Tac(cross_barrier=False)", "Tic()", PRIORITY)
+} | {f"ring, {schedule}": f'Strategy(aggregate=AllReduce("ring"), schedule={schedule})' for schedule in (BUCKETS, "Tac()")}
+ACROSS = 1.15  # of the same with the barrier, at rho 1
 RHOS = (0.3, 1.0, 3.0)
 
 
@@ -86,6 +93,11 @@ def claims(report: ScheduleReport) -> list[str]:
     if MERGED in rows and better is not None:
         found = ratio(rows[better].seconds, rows[MERGED].seconds)
         lines.append(f"| {where} | {MERGED}, x {better}, at least | 1.00 | {found} | {found.at_least(1.0, rounds)} |")
+    if TAC in rows and TAC_BARRIER in rows and settings.rho == 1.0:
+        found = ratio(rows[TAC_BARRIER].seconds, rows[TAC].seconds)
+        lines.append(
+            f"| {where} | {TAC}, x the same with the barrier, at least | {ACROSS} | {found} | {found.at_least(ACROSS, rounds)} |"
+        )
     for name in (name for name in rows if name in COMPRESSED):
         found = ratio(rows[LIMIT].seconds, rows[name].seconds)
         lines.append(f"| {where} | {name}, x {LIMIT}, at least | {OF_LIMIT} | {found} | {found.at_least(OF_LIMIT, rounds)} |")
@@ -136,6 +148,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the hosts share the GPU")
     parser.add_argument("--compute", type=float, help="seconds of a step (0.6 on an emulated accelerator; measured on a GPU)")
     parser.add_argument("--compressed", action="store_true", help="compressed gradients at rho 10, without DDP")
+    parser.add_argument("--servers", action="store_true", help="pushes and pulls of a parameter server at rho 1, without DDP")
     parser.add_argument("--steps", type=int, default=2, help="of a turn (2)")
     parser.add_argument("--schedules", default=";".join(SCHEDULES), help="some of them; with semicolons")
     parser.add_argument("--rho", default=",".join(f"{rho:g}" for rho in RHOS), help="communication over computation; with commas")
@@ -149,12 +162,14 @@ def main(arguments: list[str]) -> None:
     models = options.models.split(",")
     if options.compressed:
         chosen, models, rhos = COMPRESSED, ["gpt"], [10.0]
+    if options.servers:
+        chosen, rhos = SERVERS, [1.0]
     reports: list[ScheduleReport] = []
     for model in models:
         settings = ScheduleSettings(model=model, strategies=chosen, rounds=rounds, steps=options.steps, device=options.device)
         if options.device == "cuda":
             settings = replace(settings, peers=(LIMIT, DDP, DDP_STATIC))
-        if options.compressed:
+        if options.compressed or options.servers:
             settings = replace(settings, peers=(LIMIT,))
         if options.compute is not None or options.device == "cuda":
             settings = replace(settings, compute_s=options.compute or computing_s(settings))

@@ -222,11 +222,15 @@ def test_optimizers_that_need_all_gradients_at_once_are_refused() -> None:
     run_jobs(2, program)
 
 
-def test_ranges_are_parts_of_transfers_and_two_of_them_fit_into_the_window() -> None:
+def test_ranges_are_parts_of_transfers_and_enough_of_them_fit_into_the_window() -> None:
     parameters = [ServedParameter("w", 1 << 22)]
     transfer = Transfer(parameters=("w",), num_bytes=1 << 24, part_bytes=100 << 10)
-    plan = TransferPlan(schedule="", transfers=(transfer, Transfer(parameters=("b",), num_bytes=4)), credit_bytes=50 << 10)
+    plan = TransferPlan(schedule="", transfers=(transfer, Transfer(parameters=("b",), num_bytes=4)), credit_bytes=200 << 10)
     assert range_bytes_of(plan, parameters, 2) == 100 << 10
     assert range_bytes_of(TransferPlan(schedule="", transfers=()), parameters, 2) == 512 << 10
-    assert urgency_with_servers(Urgency(3, 50 << 10), 100 << 10) == Urgency(3, 200 << 10)
-    assert urgency_with_servers(None, 100 << 10) is None
+    whole = TransferPlan(schedule="", transfers=(Transfer(parameters=("w",), num_bytes=1 << 24),), credit_bytes=80 << 10)
+    assert range_bytes_of(whole, parameters, 2) == 80 << 10  # a range that is more than the credit would not be under control
+    for servers, ranges in [(1, 4), (2, 2), (3, 2), (4, 1), (7, 1)]:
+        assert urgency_with_servers(Urgency(3, 50 << 10), 100 << 10, servers) == Urgency(3, ranges * (100 << 10))
+    assert urgency_with_servers(Urgency(3, 1 << 20), 100 << 10, 1) == Urgency(3, 1 << 20)
+    assert urgency_with_servers(None, 100 << 10, 2) is None

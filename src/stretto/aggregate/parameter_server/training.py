@@ -50,6 +50,7 @@ from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.collectives.group import Group
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import InProgress, Pending
+from stretto.collectives.urgency import Urgency
 from stretto.compress.rounds import ExchangeContext
 from stretto.compress.state import SERVER, CompressionState
 from stretto.engine.training import (
@@ -250,7 +251,7 @@ class SynchronousServers(SynchronousAllReduce):
         if self._service is None or not self._ranges[bucket]:
             return super()._combine(bucket, values, number, label)
         if bucket.turn is not None and self._encoded is not None:
-            return self._encoded.drive(bucket, values, urgency_with_servers(bucket.sending.urgency, self._range_bytes))
+            return self._encoded.drive(bucket, values, self._urgency_of(bucket))
         return self._by_servers(self._service, self._clock_of[bucket], bucket, values)
 
     def _by_servers(self, service: Running, clock: int, bucket: ReducedBucket, values: Tensor) -> UnderWay:
@@ -262,7 +263,7 @@ class SynchronousServers(SynchronousAllReduce):
 
     def _sum(self, service: Running, clock: int, bucket: ReducedBucket, flat: Tensor) -> InProgress:
         """Replace `flat`, which is this worker's, by the sum over all workers."""
-        memory, answers, urgency = flat.numpy(), [], urgency_with_servers(bucket.sending.urgency, self._range_bytes)
+        memory, answers, urgency = flat.numpy(), [], self._urgency_of(bucket)
         for index, start, stop in self._ranges[bucket]:
             part = memory[start:stop].data
             answers.append(service.request(Push(index, clock, part, {}, 0, urgency=urgency)))
@@ -271,6 +272,10 @@ class SynchronousServers(SynchronousAllReduce):
 
     def _all_of(self, answers: Sequence[Future[Any]]) -> InProgress:
         return Answers(answers, self._job.world_size)
+
+    def _urgency_of(self, bucket: ReducedBucket) -> Urgency | None:
+        assert self._network is not None
+        return urgency_with_servers(bucket.sending.urgency, self._range_bytes, len(self._network.servers))
 
     def _wait(self, buckets: Sequence[ReducedBucket]) -> None:
         if self._meeting is not None:
