@@ -157,7 +157,7 @@ class Engine:
         with torch.inference_mode(False):  # what is made in it could not be part of a training step
             self.places = Places(self.model, self.training)
         self._slots = self.places.slots
-        self.places.set_hooks(self._on_gradient, self._on_last_gradient, self._orphan)
+        self.places.set_hooks(self._on_gradient, self._on_last_gradient, self._on_own_gradient, self._orphan)
         take_off(self._use_hooks)
         if self.training.waits_before_use and self._readers is None:
             self._use_hooks = before_each_use(self.model, self.called, self.loop.optimizers, self.training, self._read_elsewhere)
@@ -278,6 +278,11 @@ class Engine:
             self.loop.backwards.add(current_task())
         elif not self._open or self._died:
             self._begin_round(parameter)
+
+    def _on_own_gradient(self, parameter: Tensor) -> None:
+        """Where there are no rounds it concerns nobody but this worker, who must have read what was up to date."""
+        if self.training.waits_before_use and self.training.is_stale(parameter):
+            raise misuse.read_too_early(self.name, self.places.name_of(parameter))
 
     def _begin_round(self, parameter: Tensor) -> None:
         if self._died:
@@ -422,6 +427,8 @@ class Engine:
             self.loop.look_for_scaler()
             if self.training.waits_before_use and not can_be_postponed(optimizer, self):
                 self.settle()
+            if self._readers is not None and not self.buckets:  # there are no rounds, at whose end it would be told
+                self._readers.round_ended(p for p in self.model.parameters() if p.grad is not None)
             stepping = self.training.before_step(optimizer)
             if stepping is not None:
                 self._aside.put(parameter for parameter in stepped_by(optimizer, self) if parameter not in stepping)
@@ -431,6 +438,8 @@ class Engine:
         self._aside.give_back()
         self.loop.stepped(optimizer)
         self.training.after_step(optimizer)
+        if self.training.wants_arranging:
+            self._arrange_anew()
 
     # -- for the user -------------------------------------------------------------------------------------------------
 

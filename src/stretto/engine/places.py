@@ -23,12 +23,14 @@ class Places:
     def __init__(self, model: nn.Module, training: Training[Any]) -> None:
         wanted: list[Named] = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         rows = _sparse_parameters(model)
+        self.wanted = wanted
         self.sparse = [(name, p) for name, p in wanted if p in rows]
         self.buckets: list[Bucket] = list(training.arrange([(name, p) for name, p in wanted if p not in rows], self.sparse))
         self.dense = [named for bucket in self.buckets for named in zip(bucket.names, bucket.parameters, strict=True)]
         self.slots = [(bucket, slot) for bucket in self.buckets for slot in range(len(bucket.parameters))]
         self.of = {bucket.parameters[slot]: (bucket, slot) for bucket, slot in self.slots}
         self.known: set[Tensor] = set(model.parameters())
+        self._own_are_watched = training.waits_before_use and not self.buckets
         self.hooks: dict[Tensor, RemovableHandle] = {}
         self.watch = Watch(model)
 
@@ -37,9 +39,15 @@ class Places:
         """Those that want a gradient."""
         return [parameter for _, parameter in (*self.dense, *self.sparse)]
 
-    def set_hooks(self, on_gradient: Callable[[int, Tensor], None], on_last: Callable[[Tensor], None], orphan: Orphan) -> None:
+    def set_hooks(
+        self,
+        on_gradient: Callable[[int, Tensor], None],
+        on_last: Callable[[Tensor], None],
+        on_own: Callable[[Tensor], None],
+        orphan: Orphan,
+    ) -> None:
         """Have `on_gradient(number of the slot, parameter)` called with every gradient; for parameters whose gradient stays where
-        it is until the round ends, `on_last(parameter)`. Without buckets nobody wants to know."""
+        it is until the round ends, `on_last(parameter)`; without buckets, if it must be known which were read, `on_own`."""
         for number, (bucket, slot) in enumerate(self.slots):
             parameter = bucket.parameters[slot]
             if bucket.early or bucket.large[slot]:
@@ -48,6 +56,8 @@ class Places:
                 self.hooks[parameter] = when_accumulated(parameter, on_last, orphan=orphan)
         for _, parameter in self.sparse if self.buckets else ():
             self.hooks[parameter] = when_accumulated(parameter, on_last, orphan=orphan)
+        for _, parameter in self.wanted if self._own_are_watched else ():
+            self.hooks[parameter] = when_accumulated(parameter, on_own, orphan=orphan)
 
     def is_watched(self, bucket: Bucket) -> bool:
         """Whether a hook of the user's runs after ours. It must see the gradient: the bucket leaves at the end of backward."""
@@ -63,7 +73,7 @@ class Places:
         return parameter.grad is bucket.views[slot] or isinstance(parameter.grad, GradientUnderWay)
 
     def name_of(self, parameter: Tensor) -> str:
-        return next(name for name, other in (*self.dense, *self.sparse) if other is parameter)
+        return next(name for name, other in self.wanted if other is parameter)
 
     def take_in(self) -> None:
         """Move gradients that are there to their places. What is on its way has none."""

@@ -19,6 +19,10 @@ it, where torch would leave the parameter alone.)
 Precision: gradients travel as float32, and values and state are kept in float32 on the servers. A parameter in half precision
 gets the rounded values; its unrounded ones stay on the servers, and in what `stretto.save` writes.
 
+With a schedule that orders, ranges are pushed and pulled in the order in which the forward first reads them (`use_order.py`). If it
+crosses the barrier `optimizer.step()` returns when the pushes wait for their turn, and a module's forward waits for the values of
+its own parameters. Nothing can be pushed during backward: until `step()` gradients are the program's, to be clipped or added to.
+
 With `BackupWorkers` a worker that has taken t steps waits for version t of each range, and no longer: one that has fallen behind
 goes on from the current version at once. What it pushed late was discarded.
 
@@ -42,7 +46,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,15 +58,19 @@ from torch.utils.hooks import RemovableHandle
 from stretto.aggregate.parameter_server import stepping_admission as admission
 from stretto.aggregate.parameter_server.client import Export, Fill, Pull, Push
 from stretto.aggregate.parameter_server.inventory import MEAN_SQUARE, VALUES, Inventory, Kept, KeptParameter, as_state
-from stretto.aggregate.parameter_server.layout import ParameterRange, range_bytes_for
-from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
+from stretto.aggregate.parameter_server.layout import ParameterRange
+from stretto.aggregate.parameter_server.messages import ValuesPulled
 from stretto.aggregate.parameter_server.network import network_of, number_dedicated
 from stretto.aggregate.parameter_server.server_record import ServerLedger
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.snapshot_subject import begin_snapshots
 from stretto.aggregate.parameter_server.snapshots import SnapshotTaker, prepare_folder
+from stretto.aggregate.parameter_server.step_under_way import Step, flat_gradient, is_looked_at
 from stretto.aggregate.parameter_server.sync_spec import SyncSpec
 from stretto.aggregate.parameter_server.training import check_codec, servers_of
+from stretto.aggregate.parameter_server.use_order import UseOrder, check_schedule, range_bytes_for_steps
+from stretto.collectives.urgency import Urgency
+from stretto.engine import misuse
 from stretto.engine.bucket import Bucket
 from stretto.engine.finite import is_finite
 from stretto.engine.training import NOBODY, Named, RoundEnd, RoundResult, Setting, TensorsByName, Training, TrainingState
@@ -81,18 +89,6 @@ AT_ONCE: Final = 8  # ranges with their optimizer state under way: the rest wait
 log = logging.getLogger("stretto.parameter_server")
 
 
-@dataclass
-class Step:
-    """One optimizer's step under way, or one of whose gradients the servers have not told yet what has become of them."""
-
-    clock: int
-    ranges: Sequence[ParameterRange]
-    versions: Sequence[int]  # that the gradients were computed on
-    pushes: Sequence[Future[PushTaken]]
-    pulls: Sequence[Future[ValuesPulled]]
-    begin_ns: int
-
-
 class SteppingServers(Training[Bucket]):
     """`ParameterServer` + `StaleSynchronous`, `Asynchronous`, `SoftSync` or `BackupWorkers` + `Replicated`."""
 
@@ -108,6 +104,9 @@ class SteppingServers(Training[Bucket]):
             f"sync={self._sync!r}: there are no rounds that a worker without data could take part in, and the servers wait for "
             f"its gradients as the answer says"
         )
+        admission.refuse_profile(strategy, setting)
+        self.waits_before_use = self.watches_first = self.engaged and strategy.schedule.cross_barrier
+        self._crosses = False  # not in the first steps: it is watched who reads what
         self._network = network_of(job, servers_of(strategy)) if self.engaged else None
         self._service: Running | None = None
         self._named: Sequence[Named] = ()
@@ -116,6 +115,7 @@ class SteppingServers(Training[Bucket]):
         self._known: TensorsByName = {}  # of a checkpoint, for the next service to begin with
         self._unsettled: list[Step] = []
         self._under_way: dict[int, Step] = {}  # by optimizer
+        self._has_seen_gradients = False
         self._broken: StrettoError | None = None
         self._snapshots: SnapshotTaker | None = None
         self.steps_before = 0  # of the training that this one goes on from
@@ -136,7 +136,7 @@ class SteppingServers(Training[Bucket]):
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
         check_codec(strategy, steps=True)
-        admission.check_schedule(strategy)
+        check_schedule(strategy)
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
@@ -151,6 +151,8 @@ class SteppingServers(Training[Bucket]):
         named = sorted((*dense, *sparse), key=lambda each: place[each[0]])
         if self._service is not None:
             admission.refuse_change(self._setting.name, self._named, self._dtypes, named)
+            self._crosses |= self.wants_arranging
+            self.wants_arranging = False
             return ()
         self._named, self._dtypes = named, {name: parameter.dtype for name, parameter in named}
         for optimizer in self._optimizers:
@@ -167,9 +169,13 @@ class SteppingServers(Training[Bucket]):
         model = ServedModel(
             parameters=self._inventory.parameters, servers=self._network.servers, workers=list(range(self._job.world_size)),
             replicas=servers_of(self._strategy).replicas, sync=SyncSpec.of(self._sync), optimizers=self._inventory.specs,
-            range_bytes=range_bytes_for(self._inventory.parameters, len(self._network.servers)),
+            range_bytes=range_bytes_for_steps(
+                self._strategy.schedule, self._inventory.parameters, len(self._network.servers)
+            ),
         )  # fmt: skip
         self._ranges = model.layout().ranges
+        self._entry_of = {each.parameter: each for each in self._inventory.entries}
+        self._order = UseOrder(self._strategy.schedule, self._inventory.entries, model.range_bytes, len(self._network.servers))
         self._bounds = _bounds_of(self._ranges)
         self._service = self._network.begin(model, self)
         self._clocks = [0] * len(self._optimizers)
@@ -216,6 +222,7 @@ class SteppingServers(Training[Bucket]):
         return Fill(each.index, values.numpy().data) if content is None else Fill(each.index, content, exported=True)
 
     def _pull_all(self) -> None:
+        self._finish_all()
         pulls = [self._pull(each, self._clocks[_optimizer_of(each)], -1) for each in self._ranges]
         self._wait(pulls, "for the values")
         self._take(self._ranges, pulls)
@@ -275,13 +282,15 @@ class SteppingServers(Training[Bucket]):
             raise self._broken
         number = admission.number_of(optimizer, self._optimizers, self._setting.name)
         if number in self._under_way:
-            self._finish(number)  # of a step that ended in an exception
+            self._finish(number)  # what no forward has asked for, or a step that ended in an exception
         entries = [each for each in self._inventory.entries if each.optimizer == number]
         admission.check_step(optimizer, entries, self._written, self._setting, self._job.weight)
         if self._setting.check_finite:
             self._check_finite(entries)
         ranges = [each for each in self._ranges if _optimizer_of(each) == number]
-        self._under_way[number] = self._begin_step(number, ranges, self._gradient(entries))
+        self._under_way[number] = self._begin_step(number, ranges, flat_gradient(entries))
+        self._under_way[number].wait_for(entries)
+        self._has_seen_gradients |= any(each.parameter.grad is not None for each in entries)
         return NOBODY
 
     def _check_finite(self, entries: Iterable[KeptParameter]) -> None:
@@ -290,59 +299,96 @@ class SteppingServers(Training[Bucket]):
             if each.parameter.grad is not None and not is_finite(each.parameter.grad):
                 raise NonFiniteGradient({self._job.rank: each.name})
 
-    def _gradient(self, entries: Sequence[KeptParameter]) -> Tensor:
-        """Flat, from the first of these parameters on. New memory each time: what is pushed may have to be sent again."""
-        if not entries:
-            return torch.empty(0, dtype=torch.float32, device="cpu")
-        begin = entries[0].start
-        flat = torch.empty(entries[-1].stop - begin, dtype=torch.float32, device="cpu")
-        for each in entries:
-            part, gradient = flat[each.start - begin : each.stop - begin], each.parameter.grad
-            if gradient is None:
-                part.zero_()
-            else:
-                dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-                part.view(each.parameter.shape).copy_(dense)
-        return flat
-
     def _begin_step(self, number: int, ranges: Sequence[ParameterRange], gradient: Tensor) -> Step:
         assert self._service is not None
         base, groups, clock = self._inventory.bases[number], self._optimizers[number].param_groups, self._clocks[number]
         options = [base.options_of(group) for group in groups]
         newer_than = clock if isinstance(self._sync, BackupWorkers) else -1
-        versions, begin = [self._versions[each.index] for each in ranges], self._bounds[ranges[0].index][0] if ranges else 0
-        begin_ns, memory = time.perf_counter_ns(), gradient.numpy()
-        pushes, pulls = [], []
-        for each, version in zip(ranges, versions, strict=True):
+        begin = self._bounds[ranges[0].index][0] if ranges else 0
+        begin_ns, memory, turns = time.perf_counter_ns(), gradient.numpy(), self._order.turns(ranges)
+        pushes, pulls, versions = [], [], [self._versions[each.index] for each, _ in turns]
+        for (each, urgency), version in zip(turns, versions, strict=True):
             start, stop = self._bounds[each.index]
             payload = memory[start - begin : stop - begin].data
             group = options[int(each.group.split(".")[1])]
-            pushes.append(self._service.request(Push(each.index, clock, payload, group, version, self._job.weight)))
-            pulls.append(self._pull(each, clock + 1, newer_than))
+            pushes.append(self._service.request(Push(each.index, clock, payload, group, version, self._job.weight, urgency)))
+            pulls.append(self._pull(each, clock + 1, newer_than, urgency))
         self._clocks[number] += 1
-        return Step(clock, ranges, versions, pushes, pulls, begin_ns)
+        return Step(clock, [each for each, _ in turns], versions, pushes, pulls, begin_ns)
 
-    def _pull(self, each: ParameterRange, clock: int, newer_than: int) -> Future[ValuesPulled]:
+    def _pull(self, each: ParameterRange, clock: int, newer_than: int, urgency: Urgency | None = None) -> Future[ValuesPulled]:
         assert self._service is not None
         start, stop = self._bounds[each.index]
-        return self._service.request(Pull(each.index, clock, self._flat.numpy()[start:stop].data, newer_than))
+        return self._service.request(Pull(each.index, clock, self._flat.numpy()[start:stop].data, newer_than, urgency))
 
     def after_step(self, optimizer: Optimizer) -> None:
         for number, given in enumerate(self._optimizers):
             if given is optimizer and number in self._under_way:
-                self._finish(number)
+                if self._crosses and not is_looked_at(optimizer):
+                    step = self._under_way[number]
+                    step.when_pulled(partial(self._trace, number, step))
+                else:
+                    self._finish(number)
+        self.wants_arranging = self.watches_first and not self._crosses and self._has_seen_gradients
 
     def _finish(self, number: int) -> None:
+        step = self._under_way[number]
+        self._take_values(step, list(step.waiting))
+        if not self._crosses:
+            self._trace(number, step)
+        self._end_step(number)
+
+    def _finish_all(self) -> None:
+        for number in list(self._under_way):
+            self._finish(number)
+
+    def _end_step(self, number: int) -> None:
         step = self._under_way.pop(number)
-        self._wait([*step.pulls, *(push for push in step.pushes if push.done())], "for the values after a step")
-        self._take(step.ranges, step.pulls)
+        self._count_held(step)
+        self._unsettled.append(step)
+        self._settle()
+
+    def _trace(self, number: int, step: Step) -> None:
         if (tracer := self._job.tracer) is not None:
             num_bytes = 2 * sum(each.num_bytes for each in step.ranges)
             names = ", ".join(each.name for each in self._inventory.entries if each.optimizer == number)
             tracer.span("transfer", f"servers {number}", step.begin_ns, num_bytes=num_bytes, collective=names)
-        self._count_held(step)
-        self._unsettled.append(step)
-        self._settle()
+
+    # -- values that are on their way ---------------------------------------------------------------------------------
+
+    def before_use(self, parameters: Iterable[Tensor]) -> None:
+        parameters = list(dict.fromkeys(parameters))
+        self._order.used(parameters)
+        if self._under_way and self._broken is not None:
+            raise self._broken
+        for number, step in list(self._under_way.items()):
+            self._take_values(step, [parameter for parameter in parameters if parameter in step.waiting])
+            if not step.waiting:
+                self._end_step(number)
+
+    def is_stale(self, parameter: Tensor) -> bool:
+        return any(parameter in step.waiting for step in self._under_way.values())
+
+    def before_load(self) -> None:
+        if self._broken is None:
+            self._finish_all()
+        else:
+            self._under_way.clear()
+
+    def _take_values(self, step: Step, parameters: Sequence[Tensor]) -> None:
+        """Wait for the values of these parameters, which then have them. Until it has ended nothing has changed."""
+        places = sorted({place for parameter in parameters for place in step.waiting[parameter]})
+        pulls = [step.pulls[place] for place in places]
+        if not self._crosses or not all(pull.done() and pull.exception() is None for pull in pulls):
+            self._wait([*pulls, *(push for push in step.pushes if push.done())], "for the values after a step")
+        for parameter in parameters:
+            if self._written[parameter] != parameter._version:
+                raise misuse.changed_before_update(tuple(parameter.shape))
+        for place, pull in zip(places, pulls, strict=True):
+            self._versions[step.ranges[place].index] = pull.result().version
+        self._copy([self._entry_of[parameter] for parameter in parameters])
+        for parameter in parameters:
+            del step.waiting[parameter]
 
     def _count_held(self, step: Step) -> None:
         """For how long the rule held this worker back, and because of whom: of the range for which it did so longest."""
@@ -357,11 +403,14 @@ class SteppingServers(Training[Bucket]):
         for each, pull in zip(ranges, pulls, strict=True):
             self._versions[each.index] = pull.result().version
             here.add(_optimizer_of(each))
-        with torch.no_grad():
-            for entry in self._inventory.entries:
-                if entry.optimizer in here:
-                    entry.parameter.copy_(self._flat[entry.start : entry.stop].view(entry.parameter.shape))
-                    self._written[entry.parameter] = entry.parameter._version
+        self._copy(entry for entry in self._inventory.entries if entry.optimizer in here)
+
+    def _copy(self, entries: Iterable[KeptParameter]) -> None:
+        """What has been pulled becomes the parameters' values. A forward may be running around this."""
+        with torch.inference_mode(False), torch.no_grad():
+            for entry in entries:
+                entry.parameter.copy_(self._flat[entry.start : entry.stop].view(entry.parameter.shape))
+                self._written[entry.parameter] = entry.parameter._version
 
     def _settle(self) -> None:
         """Count the staleness of steps that the servers have applied: of a step the largest of its ranges. A range that came too
@@ -424,6 +473,7 @@ class SteppingServers(Training[Bucket]):
     def _export(self, ranges: Sequence[ParameterRange]) -> dict[str, Kept]:
         if self._broken is not None:
             raise self._broken
+        self._finish_all()
         with nullcontext() if self._snapshots is None else self._snapshots.exporting:
             exported = self._a_few_at_a_time([Export(each.index) for each in ranges], "for the state of the servers")
         return self._inventory.read((each, found.content) for each, found in zip(ranges, exported, strict=True))

@@ -15,7 +15,6 @@ from stretto.aggregate.parameter_server.shard_optimizer import spec_of
 from stretto.aggregate.parameter_server.training import SERVED_DTYPES
 from stretto.engine.training import Named, Setting
 from stretto.errors import ConfigurationError
-from stretto.schedule.orders import FixedOrder
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.soft_sync import SoftSync
 
@@ -23,13 +22,11 @@ if TYPE_CHECKING:
     from stretto.strategy import Strategy
 
 
-def check_schedule(strategy: Strategy) -> None:
-    """The schedules that mean something without buckets."""
-    if not isinstance(strategy.schedule, FixedOrder):
+def refuse_profile(strategy: Strategy, setting: Setting) -> None:
+    if setting.profile is not None:
         raise ConfigurationError(
-            f"aggregate={strategy.aggregate!r} with schedule={strategy.schedule!r}: its plan is for transfers that are "
-            f"all-reduces.\nLeave schedule= out, write Buckets(bytes=...), WaitFree() or AfterBackward(), or "
-            f"aggregate=AllReduce()."
+            f"distribute(profile=...) with sync={strategy.sync!r}: there the order of parameters is seen in every step, and no times "
+            f"are planned with.\nLeave profile= out."
         )
 
 

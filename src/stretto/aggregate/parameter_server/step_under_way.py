@@ -1,0 +1,75 @@
+"""An optimizer's step on its way to the servers and back, and the gradients that it pushes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stretto.aggregate.parameter_server.inventory import KeptParameter
+from stretto.aggregate.parameter_server.layout import ParameterRange
+from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
+from stretto.plain_state import is_ours
+
+
+@dataclass
+class Step:
+    """One optimizer's step under way, or one of whose gradients the servers have not told yet what has become of them."""
+
+    clock: int
+    ranges: Sequence[ParameterRange]
+    versions: Sequence[int]  # that the gradients were computed on
+    pushes: Sequence[Future[PushTaken]]
+    pulls: Sequence[Future[ValuesPulled]]
+    begin_ns: int
+    waiting: dict[Tensor, list[int]] = field(default_factory=dict)  # parameters without their new values: places of their ranges
+
+    def wait_for(self, entries: Iterable[KeptParameter]) -> None:
+        """All of these wait for the ranges that they lie in."""
+        places: dict[str, list[int]] = {}
+        for place, each in enumerate(self.ranges):
+            for piece in each.slices:
+                places.setdefault(piece.name, []).append(place)
+        self.waiting = {each.parameter: places.get(each.name, []) for each in entries}
+
+    def when_pulled(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when all values have come, from whichever thread notices."""
+        lock, missing = threading.Lock(), len(self.pulls)
+
+        def one_has_come(pull: Future[Any]) -> None:
+            nonlocal missing
+            with lock:
+                missing -= 1
+                is_last = missing == 0
+            if is_last:
+                callback()
+
+        for pull in self.pulls:
+            pull.add_done_callback(one_has_come)
+
+
+def flat_gradient(entries: Sequence[KeptParameter]) -> Tensor:
+    """Flat, from the first of these parameters on. New memory each time: what is pushed may have to be sent again."""
+    if not entries:
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+    begin = entries[0].start
+    flat = torch.empty(entries[-1].stop - begin, dtype=torch.float32, device="cpu")
+    for each in entries:
+        part, gradient = flat[each.start - begin : each.stop - begin], each.parameter.grad
+        if gradient is None:
+            part.zero_()
+        else:
+            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            part.view(each.parameter.shape).copy_(dense)
+    return flat
+
+
+def is_looked_at(optimizer: Optimizer) -> bool:
+    """Whether the program has hooks that run after a step and may read weights: an average of them, say."""
+    return not all(map(is_ours, optimizer._optimizer_step_post_hooks.values()))
