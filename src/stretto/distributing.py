@@ -131,6 +131,11 @@ def _load_profile(path: str | Path | None, model: nn.Module, strategy: Strategy,
     """On rank 0, which tells the others."""
     if path is None:
         return None
+    if not strategy.training.plans_with_times:
+        raise ConfigurationError(
+            f"distribute(profile={str(path)!r}) with sync={strategy.sync!r}: servers that step are pushed to in the order "
+            f"that is seen in each step, and nothing is planned by measured times.\nLeave profile= out."
+        )
     if not strategy.schedule.needs_profile:
         raise ConfigurationError(
             f"distribute(profile={str(path)!r}) with schedule={strategy.schedule!r}, which plans nothing by measured times.\n"
@@ -150,6 +155,11 @@ def save_profile(model: nn.Module, path: str | Path) -> None:
     """
     engine = engine_of(model)
     profile = engine.training.profile
+    if profile is None and not engine.training.plans_with_times:
+        raise ConfigurationError(
+            f"save_profile({str(path)!r}) with sync={engine.strategy.sync!r}: servers that step are pushed to in the order "
+            f"that is seen in each step, and no times are measured.\nLeave it out, or measure with sync=Synchronous()."
+        )
     if profile is None:
         raise ConfigurationError(
             f"save_profile({str(path)!r}): no step of this {type(engine.model).__name__} has been measured: its schedule is "

@@ -111,6 +111,7 @@ class Training(ABC, Generic[B]):
 
     waits_before_use: bool = False  # whether `before_use` is to be called at all
     watches_first: bool = False  # `before_use` is not needed before it has asked to be arranged anew: it is seen who reads what
+    plans_with_times: bool = True  # if its schedule does at all
     wants_arranging: bool = False  # without rounds, instead of their `arrange_anew`: `arrange` is to be called after this step
     profile: StepProfile | None = None  # how a step was measured, where something is planned by it
     plan: TransferPlan | None = None  # which gradients travel together, and in which order

@@ -19,7 +19,7 @@ from stretto.aggregate.parameter_server.client import ClientMachine, Pull, Push
 from stretto.aggregate.parameter_server.inventory import KeptParameter
 from stretto.aggregate.parameter_server.layout import ParameterRange, ParameterSlice
 from stretto.aggregate.parameter_server.use_order import UseOrder
-from stretto.distributing import distribute, engine_of, no_sync, release, synchronize
+from stretto.distributing import distribute, engine_of, no_sync, release, save_profile, synchronize
 from stretto.errors import ConfigurationError, PeerLost, StrettoError
 from stretto.job import Job
 from stretto.observe.trace import Tracer
@@ -41,7 +41,10 @@ STEPS = 5
 Look = Callable[[Job, nn.Module, torch.optim.Optimizer], object]
 
 
-def crossing(sync: Any = StaleSynchronous(0), schedule: Any = SMALL, shards: int = 2, replicas: int = 0) -> Strategy:
+BOUND_0 = StaleSynchronous(0)
+
+
+def crossing(sync: Any = BOUND_0, schedule: Any = SMALL, shards: int = 2, replicas: int = 0) -> Strategy:
     return Strategy(aggregate=ParameterServer(shards, replicas), sync=sync, schedule=schedule)
 
 
@@ -399,7 +402,7 @@ def test_a_parameter_that_is_written_to_between_a_step_and_its_values_is_refused
         model, optimizer = begin(job, crossing())
         take_step(job, model, optimizer, 1)
         with torch.no_grad():
-            model[2].weight.clamp_(-1, 1)  # type: ignore[index, union-attr, operator]
+            model[2].weight.clamp_(-1, 1)  # type: ignore[index]
         for _ in range(2):
             with pytest.raises(ConfigurationError, match="was changed between optimizer.step"):
                 model(batch(0, 0))
@@ -429,10 +432,13 @@ def test_schedules_that_plan_by_when_gradients_are_ready_are_refused(schedule: A
         crossing(schedule=schedule)
 
 
-def test_a_profile_is_refused() -> None:
+def test_profiles_are_refused() -> None:
     def program(job: Job) -> None:
         model = mlp()
         with pytest.raises(ConfigurationError, match="Leave profile= out"):
             distribute(model, adam(model.parameters()), crossing(), job=job, profile="/does not exist")
+        distribute(model, adam(model.parameters()), crossing(), job=job)
+        with pytest.raises(ConfigurationError, match="no times are measured"):
+            save_profile(model, "/does not exist")
 
     run_jobs(2, program)

@@ -18,7 +18,6 @@ from stretto.compress.int8 import Int8
 from stretto.distributing import distribute, join
 from stretto.errors import ConfigurationError, NonFiniteGradient
 from stretto.job import Job
-from stretto.schedule.priority import Priority
 from stretto.strategy import Strategy
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.backup_workers import BackupWorkers
@@ -44,11 +43,9 @@ def test_without_servers_there_is_no_such_way_of_training(aggregate: Any, sync: 
         Strategy(aggregate=aggregate, sync=sync)
 
 
-def test_codecs_and_plans_for_all_reduces_are_refused_when_the_strategy_is_made() -> None:
+def test_codecs_are_refused_when_the_strategy_is_made() -> None:
     with pytest.raises(ConfigurationError, match="servers that step read float32"):
         Strategy(aggregate=ParameterServer(), sync=Asynchronous(), compress=Int8())
-    with pytest.raises(ConfigurationError, match="transfers that are all-reduces"):
-        Strategy(aggregate=ParameterServer(), sync=Asynchronous(), schedule=Priority())
 
 
 def _twice(model: Model) -> Optimizers:

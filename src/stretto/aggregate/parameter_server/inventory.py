@@ -146,6 +146,27 @@ class Inventory:
                 begin = end
         return found
 
+    def beyond_torch(self, kept: Mapping[str, Kept]) -> dict[str, dict[str, Tensor]]:
+        """What neither the model nor `optimizer.state_dict()` holds: float32 values of parameters that are not, and means of
+        squared gradients of delay compensation."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for entry in self.entries:
+            wanted = [MEAN_SQUARE] if self._method is not None and self._method.decay is not None else []
+            wanted += [VALUES] if entry.parameter.dtype is not torch.float32 else []
+            vectors = {kind: kept[entry.name].vectors[kind] for kind in wanted if entry.name in kept}
+            if vectors:
+                found[entry.name] = vectors
+        return found
+
+    def fault_in(self, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
+        """What in the like of that, from a file, cannot belong to this model."""
+        lengths = {entry.name: entry.stop - entry.start for entry in self.entries}
+        for name, kinds in saved.items():
+            for kind, value in kinds.items():
+                if name not in lengths or not isinstance(value, Tensor) or value.numel() != lengths[name]:
+                    return f"{kind} of {name!r} is not of a parameter that the servers keep"
+        return None
+
     def _decoded(self, each: ParameterRange, data: bytes) -> RangeContent:
         decays = self._method is not None and self._method.decay is not None
         spec, has_backups = self.specs[each.group], self._method is not None

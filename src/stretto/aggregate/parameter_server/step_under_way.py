@@ -1,4 +1,4 @@
-"""An optimizer's step on its way to the servers and back, and the gradients that it pushes."""
+"""An optimizer's step on its way to the servers and back, the gradients that it pushes, and where ranges lie in flat memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from stretto.aggregate.parameter_server.inventory import KeptParameter
 from stretto.aggregate.parameter_server.layout import ParameterRange
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
+from stretto.engine.finite import is_finite
+from stretto.errors import NonFiniteGradient, WireError
 from stretto.plain_state import is_ours
 
 
@@ -54,6 +56,13 @@ class Step:
             pull.add_done_callback(one_has_come)
 
 
+def check_finite(entries: Iterable[KeptParameter], rank: int) -> None:
+    """This worker's only: the gradients of others are never here."""
+    for each in entries:
+        if each.parameter.grad is not None and not is_finite(each.parameter.grad):
+            raise NonFiniteGradient({rank: each.name})
+
+
 def flat_gradient(entries: Sequence[KeptParameter]) -> Tensor:
     """Flat, from the first of these parameters on. New memory each time: what is pushed may have to be sent again."""
     if not entries:
@@ -68,6 +77,28 @@ def flat_gradient(entries: Sequence[KeptParameter]) -> Tensor:
             dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
             part.view(each.parameter.shape).copy_(dense)
     return flat
+
+
+def optimizer_of(each: ParameterRange) -> int:
+    """Its number, which the name of its group begins with (`inventory.py`)."""
+    return int(each.group.partition(".")[0])
+
+
+def bounds_of(ranges: Sequence[ParameterRange]) -> list[tuple[int, int]]:
+    """Where each lies in the flat memory."""
+    bounds: list[tuple[int, int]] = []
+    for each in ranges:
+        start = bounds[-1][1] if bounds else 0
+        bounds.append((start, start + each.numel))
+    return bounds
+
+
+def too_late(who: str, what: str, patience_s: float, after: str) -> WireError:
+    return WireError(
+        f"{who} has waited {what} for {patience_s:g} s, after {after} the servers do not answer before other workers have "
+        f"pushed.\nA worker is stuck, or takes fewer steps than the others: find out with py-spy dump, give all as many "
+        f"batches, or allow more time: stretto.init(timeouts=Timeouts(arrive_s=...))."
+    )
 
 
 def is_looked_at(optimizer: Optimizer) -> bool:

@@ -19,9 +19,9 @@ it, where torch would leave the parameter alone.)
 Precision: gradients travel as float32, and values and state are kept in float32 on the servers. A parameter in half precision
 gets the rounded values; its unrounded ones stay on the servers, and in what `stretto.save` writes.
 
-With a schedule that orders, ranges are pushed and pulled in the order in which the forward first reads them (`use_order.py`). If it
-crosses the barrier `optimizer.step()` returns when the pushes wait for their turn, and a module's forward waits for the values of
-its own parameters. Nothing can be pushed during backward: until `step()` gradients are the program's, to be clipped or added to.
+With a schedule that orders, ranges are pushed and pulled in the order in which the forward first reads them (`use_order.py`).
+Across the barrier `optimizer.step()` returns while its pushes wait for their turn, and a module's forward waits for the values of
+its own parameters. Nothing is pushed during backward: until `step()` gradients are the program's, to be clipped or added to.
 
 With `BackupWorkers` a worker that has taken t steps waits for version t of each range, and no longer: one that has fallen behind
 goes on from the current version at once. What it pushed late was discarded.
@@ -57,7 +57,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.aggregate.parameter_server import stepping_admission as admission
 from stretto.aggregate.parameter_server.client import Export, Fill, Pull, Push
-from stretto.aggregate.parameter_server.inventory import MEAN_SQUARE, VALUES, Inventory, Kept, KeptParameter, as_state
+from stretto.aggregate.parameter_server.inventory import Inventory, Kept, KeptParameter, as_state
 from stretto.aggregate.parameter_server.layout import ParameterRange
 from stretto.aggregate.parameter_server.messages import ValuesPulled
 from stretto.aggregate.parameter_server.network import network_of, number_dedicated
@@ -65,16 +65,23 @@ from stretto.aggregate.parameter_server.server_record import ServerLedger
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.snapshot_subject import begin_snapshots
 from stretto.aggregate.parameter_server.snapshots import SnapshotTaker, prepare_folder
-from stretto.aggregate.parameter_server.step_under_way import Step, flat_gradient, is_looked_at
+from stretto.aggregate.parameter_server.step_under_way import (
+    Step,
+    bounds_of,
+    check_finite,
+    flat_gradient,
+    is_looked_at,
+    optimizer_of,
+    too_late,
+)
 from stretto.aggregate.parameter_server.sync_spec import SyncSpec
 from stretto.aggregate.parameter_server.training import check_codec, servers_of
 from stretto.aggregate.parameter_server.use_order import UseOrder, check_schedule, range_bytes_for_steps
 from stretto.collectives.urgency import Urgency
 from stretto.engine import misuse
 from stretto.engine.bucket import Bucket
-from stretto.engine.finite import is_finite
 from stretto.engine.training import NOBODY, Named, RoundEnd, RoundResult, Setting, TensorsByName, Training, TrainingState
-from stretto.errors import NonFiniteGradient, PeerLost, StrettoError, WireError
+from stretto.errors import PeerLost, StrettoError
 from stretto.job import Job
 from stretto.protocol.loop import Running
 from stretto.sync.asynchronous import Asynchronous
@@ -93,6 +100,7 @@ class SteppingServers(Training[Bucket]):
     """`ParameterServer` + `StaleSynchronous`, `Asynchronous`, `SoftSync` or `BackupWorkers` + `Replicated`."""
 
     goes_on_without = True
+    plans_with_times = False
 
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
         super().__init__(strategy, job, setting)
@@ -104,7 +112,6 @@ class SteppingServers(Training[Bucket]):
             f"sync={self._sync!r}: there are no rounds that a worker without data could take part in, and the servers wait for "
             f"its gradients as the answer says"
         )
-        admission.refuse_profile(strategy, setting)
         self.waits_before_use = self.watches_first = self.engaged and strategy.schedule.cross_barrier
         self._crosses = False  # not in the first steps: it is watched who reads what
         self._network = network_of(job, servers_of(strategy)) if self.engaged else None
@@ -166,17 +173,16 @@ class SteppingServers(Training[Bucket]):
         assert self._network is not None
         self._broken = self._left = None
         self._inventory = Inventory(self._named, self._optimizers, self._method, self._known)
+        schedule, num_servers = self._strategy.schedule, len(self._network.servers)
         model = ServedModel(
             parameters=self._inventory.parameters, servers=self._network.servers, workers=list(range(self._job.world_size)),
             replicas=servers_of(self._strategy).replicas, sync=SyncSpec.of(self._sync), optimizers=self._inventory.specs,
-            range_bytes=range_bytes_for_steps(
-                self._strategy.schedule, self._inventory.parameters, len(self._network.servers)
-            ),
+            range_bytes=range_bytes_for_steps(schedule, self._inventory.parameters, num_servers),
         )  # fmt: skip
         self._ranges = model.layout().ranges
         self._entry_of = {each.parameter: each for each in self._inventory.entries}
-        self._order = UseOrder(self._strategy.schedule, self._inventory.entries, model.range_bytes, len(self._network.servers))
-        self._bounds = _bounds_of(self._ranges)
+        self._order = UseOrder(schedule, self._inventory.entries, model.range_bytes, num_servers)
+        self._bounds = bounds_of(self._ranges)
         self._service = self._network.begin(model, self)
         self._clocks = [0] * len(self._optimizers)
         self._versions = [0] * len(self._ranges)
@@ -191,15 +197,9 @@ class SteppingServers(Training[Bucket]):
         self._pull_all()
         self._job.barrier()  # nobody pushes before all have the values that training begins with
         self._snapshots = begin_snapshots(
-            self._strategy,
-            self._job,
-            self._setting,
-            self._network,
-            self._service,
-            self._inventory,
-            self._ranges,
+            self._strategy, self._job, self._setting, self._network, self._service, self._inventory, self._ranges,
             self.steps_before,
-        )
+        )  # fmt: skip
         if self._snapshots is not None:
             weakref.finalize(self, self._snapshots.end).atexit = False
 
@@ -223,7 +223,7 @@ class SteppingServers(Training[Bucket]):
 
     def _pull_all(self) -> None:
         self._finish_all()
-        pulls = [self._pull(each, self._clocks[_optimizer_of(each)], -1) for each in self._ranges]
+        pulls = [self._pull(each, self._clocks[optimizer_of(each)], -1) for each in self._ranges]
         self._wait(pulls, "for the values")
         self._take(self._ranges, pulls)
 
@@ -286,18 +286,12 @@ class SteppingServers(Training[Bucket]):
         entries = [each for each in self._inventory.entries if each.optimizer == number]
         admission.check_step(optimizer, entries, self._written, self._setting, self._job.weight)
         if self._setting.check_finite:
-            self._check_finite(entries)
-        ranges = [each for each in self._ranges if _optimizer_of(each) == number]
+            check_finite(entries, self._job.rank)
+        ranges = [each for each in self._ranges if optimizer_of(each) == number]
         self._under_way[number] = self._begin_step(number, ranges, flat_gradient(entries))
         self._under_way[number].wait_for(entries)
         self._has_seen_gradients |= any(each.parameter.grad is not None for each in entries)
         return NOBODY
-
-    def _check_finite(self, entries: Iterable[KeptParameter]) -> None:
-        """This worker's only: the gradients of others are never here."""
-        for each in entries:
-            if each.parameter.grad is not None and not is_finite(each.parameter.grad):
-                raise NonFiniteGradient({self._job.rank: each.name})
 
     def _begin_step(self, number: int, ranges: Sequence[ParameterRange], gradient: Tensor) -> Step:
         assert self._service is not None
@@ -402,7 +396,7 @@ class SteppingServers(Training[Bucket]):
         here = set()
         for each, pull in zip(ranges, pulls, strict=True):
             self._versions[each.index] = pull.result().version
-            here.add(_optimizer_of(each))
+            here.add(optimizer_of(each))
         self._copy(entry for entry in self._inventory.entries if entry.optimizer in here)
 
     def _copy(self, entries: Iterable[KeptParameter]) -> None:
@@ -440,24 +434,17 @@ class SteppingServers(Training[Bucket]):
                 self._broken = self._explained(problem)
                 raise self._broken
         if missing:
-            self._broken = self._too_late(what, patience_s)
+            after = f"{', '.join(map(str, self._clocks))} steps. With sync={self._sync!r}"
+            self._broken = error = too_late(f"{self._setting.name}: rank {self._job.rank}", what, patience_s, after)
             assert self._network is not None and self._service is not None
-            self._network.give_up(self._service, self._broken)
-            raise self._broken
+            self._network.give_up(self._service, error)
+            raise error
 
     def _explained(self, problem: BaseException) -> StrettoError:
         """With where to go on from, if a part of the model is lost."""
         if isinstance(problem, PeerLost) and self._snapshots is not None:
             return PeerLost(problem.rank, f"{problem.reason}.\n{self._snapshots.advice(time.time())}")
         return problem if isinstance(problem, StrettoError) else StrettoError(f"a request has failed: {problem!r}")
-
-    def _too_late(self, what: str, patience_s: float) -> WireError:
-        return WireError(
-            f"{self._setting.name}: rank {self._job.rank} has waited {what} for {patience_s:g} s, after "
-            f"{', '.join(map(str, self._clocks))} steps. With sync={self._sync!r} the servers do not answer before other workers "
-            f"have pushed.\nA worker is stuck, or takes fewer steps than the others: find out with py-spy dump, give all as many "
-            f"batches, or allow more time: stretto.init(timeouts=Timeouts(arrive_s=...))."
-        )
 
     def _a_few_at_a_time(self, requests: Sequence[Fill | Export], what: str) -> list[Any]:
         assert self._service is not None
@@ -483,7 +470,7 @@ class SteppingServers(Training[Bucket]):
         number = next(number for number, given in enumerate(self._optimizers) if given is optimizer)
         if self._service is None or any(optimizer.state.get(each.parameter) for each in self._inventory.entries):
             return
-        kept = self._export([each for each in self._ranges if _optimizer_of(each) == number])
+        kept = self._export([each for each in self._ranges if optimizer_of(each) == number])
         self._fetched.add(number)
         for entry in self._inventory.entries:
             if entry.optimizer == number and entry.name in kept and (state := as_state(kept[entry.name], entry.parameter)):
@@ -517,36 +504,10 @@ class SteppingServers(Training[Bucket]):
             return self._left
         if self.state_text is None or self._service is None:
             return TrainingState(0, {}, {})
-        shared: TensorsByName = {}
-        kept = self._export(self._ranges)
-        for entry in self._inventory.entries:
-            wanted = [MEAN_SQUARE] if self._decays else []
-            wanted += [VALUES] if entry.parameter.dtype is not torch.float32 else []
-            found = {kind: kept[entry.name].vectors[kind] for kind in wanted if entry.name in kept}
-            if found:
-                shared[entry.name] = found
-        return TrainingState(0, {}, shared)
+        return TrainingState(0, {}, self._inventory.beyond_torch(self._export(self._ranges)))
 
     def check_state(self, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
-        lengths = {entry.name: entry.stop - entry.start for entry in self._inventory.entries} if self._service else {}
-        for name, kinds in saved.items():
-            for kind, value in kinds.items():
-                if name not in lengths or not isinstance(value, Tensor) or value.numel() != lengths[name]:
-                    return f"{kind} of {name!r} is not of a parameter that the servers keep"
-        return None
+        return self._inventory.fault_in(saved) if self._service is not None else None
 
     def load_state(self, state: TrainingState) -> None:
         self._known = dict(state.shared)
-
-
-def _optimizer_of(each: ParameterRange) -> int:
-    return int(each.group.partition(".")[0])
-
-
-def _bounds_of(ranges: Sequence[ParameterRange]) -> list[tuple[int, int]]:
-    """Where each lies in the flat memory."""
-    bounds: list[tuple[int, int]] = []
-    for each in ranges:
-        start = bounds[-1][1] if bounds else 0
-        bounds.append((start, start + each.numel))
-    return bounds

@@ -22,14 +22,6 @@ if TYPE_CHECKING:
     from stretto.strategy import Strategy
 
 
-def refuse_profile(strategy: Strategy, setting: Setting) -> None:
-    if setting.profile is not None:
-        raise ConfigurationError(
-            f"distribute(profile=...) with sync={strategy.sync!r}: there the order of parameters is seen in every step, and no times "
-            f"are planned with.\nLeave profile= out."
-        )
-
-
 def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, world_size: int) -> None:
     """Whether servers can step this model."""
     sync: Any = strategy.sync

@@ -4,8 +4,8 @@ A schedule that orders (`Tic`, `Tac`, `Priority`) has the ranges of what is read
 forward asks for its parameters (`Training.before_use`); in the order of these calls after one step the next step is pushed. Until
 a forward was seen the order is that of registration. A range is as urgent as the most urgent parameter in it.
 
-No times are measured: workers that step by themselves meet nowhere to share a profile, and at `optimizer.step()` all gradients are
-ready at once. Modules are seen as a sequence, and on a sequence the orders of TIC and TAC are that of first use.
+No times are measured: workers that step by themselves meet nowhere to share a profile, and at `optimizer.step()` all gradients
+are ready at once. Modules are seen as a sequence, and on a sequence the orders of TIC and TAC are that of first use.
 
 A call for everything (evaluation, `state_dict`) says nothing about an order, and neither does a step in which nothing else came:
 then the last order stands.
