@@ -20,6 +20,9 @@ from stretto.aggregate.parameter_server.training import SynchronousServers
 from stretto.aggregate.parameter_server.transfer_cost import HOPS
 from stretto.aggregate.parameter_server.transfer_order import range_bytes_of, urgency_with_servers
 from stretto.collectives.urgency import Urgency
+from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.float16 import Float16
+from stretto.compress.sign import Sign
 from stretto.distributing import distribute, engine_of
 from stretto.engine.gradient_under_way import GradientUnderWay
 from stretto.errors import ConfigurationError, PeerLost, StrettoError
@@ -88,6 +91,15 @@ SCHEDULES = (Tic(), Tac(), Tac(cross_barrier=False), Priority(), Priority(partit
 def test_every_schedule_gives_the_same_bits_and_plans_with_what_servers_cost(schedule: Any) -> None:
     expected = run_jobs(2, trained, Strategy(aggregate=COPIED, schedule=WaitFree()))
     assert_equal_everywhere([*expected, *run_jobs(2, trained, Strategy(aggregate=COPIED, schedule=schedule))])
+
+
+@pytest.mark.parametrize("codec", [ErrorFeedback(Sign(block=64)), Float16()], ids=repr)
+def test_compressed_pushes_and_pulls_cross_too(codec: Any) -> None:
+    """With the same transfers the bits are those with the barrier."""
+    barrier, across = (Separately(partition=1 << 20, credit=1 << 20, cross_barrier=crosses) for crosses in (False, True))
+    strategies = [Strategy(aggregate=SERVERS, compress=codec, schedule=schedule) for schedule in (barrier, across)]
+    expected, found = (run_jobs(3, trained, strategy) for strategy in strategies)
+    assert_equal_everywhere([*expected, *found])
 
 
 def test_a_module_waits_for_its_own_parameters_and_no_others() -> None:

@@ -17,6 +17,7 @@ from stretto.aggregate.parameter_server.layout import ParameterRange
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
 from stretto.engine.finite import is_finite
 from stretto.errors import NonFiniteGradient, WireError
+from stretto.observe.ledger import Ledger
 from stretto.plain_state import is_ours
 
 
@@ -39,6 +40,13 @@ class Step:
             for piece in each.slices:
                 places.setdefault(piece.name, []).append(place)
         self.waiting = {each.parameter: places.get(each.name, []) for each in entries}
+
+    def count_held(self, ledger: Ledger) -> None:
+        """For how long the rule held this worker back, and because of whom: of the range for which it did so longest."""
+        held = [pull.result() for pull in self.pulls if pull.result().waited_for >= 0]
+        if held:
+            longest = max(held, key=lambda each: each.kept_us)
+            ledger.count_held(longest.waited_for, 1000 * longest.kept_us)
 
     def when_pulled(self, callback: Callable[[], None]) -> None:
         """Call `callback` when all values have come, from whichever thread notices."""

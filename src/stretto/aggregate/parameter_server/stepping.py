@@ -91,8 +91,6 @@ if TYPE_CHECKING:
     from stretto.strategy import Strategy
 
 AT_ONCE: Final = 8  # ranges with their optimizer state under way: the rest waits here, not in a server's memory
-
-
 log = logging.getLogger("stretto.parameter_server")
 
 
@@ -187,8 +185,7 @@ class SteppingServers(Training[Bucket]):
         self._clocks = [0] * len(self._optimizers)
         self._versions = [0] * len(self._ranges)
         self._flat = self._inventory.flat_values()
-        problem = self._fill() if self._job.rank == 0 else None
-        problem = self._job.gather_object(problem)[0]
+        problem = self._job.gather_object(self._fill() if self._job.rank == 0 else None)[0]
         if problem is not None:
             raise StrettoError(f"the servers could not begin with {self._setting.name}: {problem}")
         self._known = {}
@@ -208,9 +205,8 @@ class SteppingServers(Training[Bucket]):
         try:
             if folder is not None:
                 prepare_folder(Path(folder))
-            self._a_few_at_a_time(
-                [self._begin_with(each) for each in self._ranges], "to take the values that training begins with"
-            )
+            fills = [self._begin_with(each) for each in self._ranges]
+            self._a_few_at_a_time(fills, "to take the values that training begins with")
         except StrettoError as error:
             return str(error)
         return None
@@ -338,7 +334,7 @@ class SteppingServers(Training[Bucket]):
 
     def _end_step(self, number: int) -> None:
         step = self._under_way.pop(number)
-        self._count_held(step)
+        step.count_held(self._job.ledger)
         self._unsettled.append(step)
         self._settle()
 
@@ -366,8 +362,7 @@ class SteppingServers(Training[Bucket]):
     def before_load(self) -> None:
         if self._broken is None:
             self._finish_all()
-        else:
-            self._under_way.clear()
+        self._under_way.clear()
 
     def _take_values(self, step: Step, parameters: Sequence[Tensor]) -> None:
         """Wait for the values of these parameters, which then have them. Until it has ended nothing has changed."""
@@ -383,13 +378,6 @@ class SteppingServers(Training[Bucket]):
         self._copy([self._entry_of[parameter] for parameter in parameters])
         for parameter in parameters:
             del step.waiting[parameter]
-
-    def _count_held(self, step: Step) -> None:
-        """For how long the rule held this worker back, and because of whom: of the range for which it did so longest."""
-        held = [pull.result() for pull in step.pulls if pull.result().waited_for >= 0]
-        if held:
-            longest = max(held, key=lambda each: each.kept_us)
-            self._job.ledger.count_held(longest.waited_for, 1000 * longest.kept_us)
 
     def _take(self, ranges: Iterable[ParameterRange], pulls: Iterable[Future[ValuesPulled]]) -> None:
         """The values have come: they become those of the parameters."""
