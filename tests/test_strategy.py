@@ -26,6 +26,8 @@ from stretto.errors import ConfigurationError
 from stretto.job import Job
 from stretto.parsing import parse
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
+from stretto.schedule.priority import Priority
+from stretto.schedule.tictac import Tac
 from stretto.strategy import ON_ONE_HOST, Strategy, _are_on_gpus
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.backup_workers import BackupWorkers
@@ -97,6 +99,10 @@ def test_recipes_are_compositions() -> None:
     assert recipes.data_parallel() == Strategy(aggregate=AllReduce("master_worker"), schedule=AfterBackward())
     assert recipes.horovod(fusion_bytes=64) == Strategy(aggregate=AllReduce("ring"), schedule=Buckets(bytes=64, first_bytes=64))
     servers = ParameterServer(shards=2)
+    assert recipes.tictac() == Strategy(schedule=Tac())
+    assert recipes.tictac(servers=4) == Strategy(aggregate=ParameterServer(4), schedule=Tac())
+    assert recipes.p3(servers=2) == Strategy(aggregate=servers, schedule=Priority(partition=200_000, credit=200_000))
+    assert recipes.bytescheduler(servers=2) == Strategy(aggregate=servers, schedule=Priority())
     assert recipes.downpour() == Strategy(aggregate=ParameterServer(), sync=Asynchronous())
     assert recipes.ssp(5, shards=2) == Strategy(aggregate=servers, sync=StaleSynchronous(5))
     assert recipes.softsync(2, shards=2) == Strategy(aggregate=servers, sync=SoftSync(2))

@@ -66,30 +66,32 @@ def mg_wfbp() -> Strategy:
     return Strategy(schedule=Merged())
 
 
-def p3(*, slice_bytes: int = 200_000) -> Strategy:
+def p3(*, slice_bytes: int = 200_000, servers: int | None = None) -> Strategy:
     """P3: gradients in slices, those that the next forward needs first go first and run under it.
 
-    Reference: Jayarajan et al., MLSys 2019; slices of 50,000 parameters, one at a time. Departs from it: all-reduce instead of a
-    parameter server.
+    Reference: Jayarajan et al., MLSys 2019; slices of 50,000 parameters, one at a time, pushed to and pulled from `servers`.
+    Departs from it: without servers (None, the default) these are all-reduces; with them four slices are under way to all.
     """
-    return Strategy(schedule=Priority(partition=slice_bytes, credit=slice_bytes))
+    return Strategy(aggregate=_by(servers), schedule=Priority(partition=slice_bytes, credit=slice_bytes))
 
 
-def bytescheduler(*, partition_bytes: int | None = None, credit_bytes: int | None = None) -> Strategy:
-    """ByteScheduler: parts by priority, with a credit, across the iteration barrier.
+def bytescheduler(*, partition_bytes: int | None = None, credit_bytes: int | None = None, servers: int | None = None) -> Strategy:
+    """ByteScheduler: parts by priority, with a credit, across the iteration barrier, by all-reduce or with `servers`.
 
     Reference: Peng et al., SOSP 2019. Departs from it: partition and credit are computed from measured times, where they are not
     given, instead of searched for while training.
     """
-    return Strategy(schedule=Priority(partition=partition_bytes, credit=credit_bytes))
+    return Strategy(aggregate=_by(servers), schedule=Priority(partition=partition_bytes, credit=credit_bytes))
 
 
-def tictac() -> Strategy:
-    """TicTac: transfers in the order that lets the next forward run, by measured times (TAC).
+def tictac(*, servers: int | None = None) -> Strategy:
+    """TicTac: transfers in the order that lets the next forward run, by measured times (TAC). `servers=4` is its own setting,
+    in which pulls from servers are ordered; None orders all-reduces.
 
-    Reference: Hashemi, Jyothi and Campbell, MLSys 2019. Departs from it: all-reduces are ordered, not pulls from a server.
+    Reference: Hashemi, Jyothi and Campbell, MLSys 2019. Departs from it: a gradient is pushed as soon as it is there, and what
+    is pulled is the mean, with which workers step.
     """
-    return Strategy(schedule=Tac())
+    return Strategy(aggregate=_by(servers), schedule=Tac())
 
 
 def caramel() -> Strategy:
@@ -197,6 +199,10 @@ def hogwild() -> Strategy:
     its forward.
     """
     return Strategy(aggregate=SharedMemory(), sync=Asynchronous())
+
+
+def _by(servers: int | None) -> AllReduce | ParameterServer:
+    return AllReduce() if servers is None else ParameterServer(servers)
 
 
 def _after(rounds: int, compression: Compression) -> Compression:
