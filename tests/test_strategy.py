@@ -112,7 +112,7 @@ def test_recipes_are_compositions() -> None:
         arguments = {"warm_up": 10} if name == "one_bit_adam" else {}  # how long is for the user to say
         assert recipe.__doc__ and recipe(**arguments) == parse(f"{name}(warm_up=10)" if arguments else name)
     own = {name for name, value in vars(recipes).items() if getattr(value, "__module__", "") == recipes.__name__}
-    assert own == {*recipes.by_name(), "by_name", "_after"}
+    assert own == {*recipes.by_name(), "by_name", "_after", "_by"}
 
 
 @pytest.mark.parametrize(
