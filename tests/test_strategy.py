@@ -107,6 +107,8 @@ def test_recipes_are_compositions() -> None:
     assert recipes.ssp(5, shards=2) == Strategy(aggregate=servers, sync=StaleSynchronous(5))
     assert recipes.softsync(2, shards=2) == Strategy(aggregate=servers, sync=SoftSync(2))
     assert recipes.backup_workers(2, shards=2) == Strategy(aggregate=servers, sync=BackupWorkers(2))
+    groups = Hierarchy(outer=servers, group_size=4)
+    assert recipes.mxnet_mpi(group_size=4, shards=2) == Strategy(aggregate=groups, sync=Asynchronous())
     assert recipes.hogwild() == Strategy(aggregate=SharedMemory(), sync=Asynchronous())
     for name, recipe in recipes.by_name().items():
         arguments = {"warm_up": 10} if name == "one_bit_adam" else {}  # how long is for the user to say

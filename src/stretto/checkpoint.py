@@ -174,7 +174,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], job: J
     if engine.training.goes_on_without and (missing := engine.job.missing):
         raise CheckpointError(
             f"save and load take all workers, and {ranks_text(missing)} of this job died or left. "
-            f"Training goes on, and what the servers have can be written by any one worker:\n"
+            f"Training goes on, and the model can be written by any one worker:\n"
             f"torch.save({{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}}, path)"
         )
     return engine

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stretto.aggregate.all_reduce import AllReduce
+from stretto.aggregate.hierarchy.value import Hierarchy
 from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.aggregate.shared_memory.value import SharedMemory
 from stretto.compress.codec import Compression
@@ -192,6 +193,15 @@ def backup_workers(b: int = 1, *, shards: int | None = None) -> Strategy:
     return Strategy(aggregate=ParameterServer(shards), sync=BackupWorkers(b))
 
 
+def mxnet_mpi(*, group_size: int | None = None, shards: int | None = None) -> Strategy:
+    """MXNet-MPI: groups all-reduce inside, and each is one asynchronous client of the servers.
+
+    Reference: Mamidala et al., arXiv:1801.03855. Groups are the workers of a host, or `group_size` that follow each other.
+    Departs from it: any optimizer that servers know, and its state is on them.
+    """
+    return Strategy(aggregate=Hierarchy(outer=ParameterServer(shards), group_size=group_size), sync=Asynchronous())
+
+
 def hogwild() -> Strategy:
     """Hogwild!: processes of one host step the same weights in shared memory, without locks. For sparse gradients.
 
@@ -213,6 +223,6 @@ def by_name() -> dict[str, Callable[..., Strategy]]:
     """Every recipe of this module."""
     every = (
         ddp, data_parallel, horovod, mg_wfbp, p3, bytescheduler, tictac, caramel, power_sgd, dgc, one_bit_adam, qsgd, terngrad,
-        signsgd_vote, demo, downpour, ssp, softsync, backup_workers, hogwild,
+        signsgd_vote, demo, downpour, ssp, softsync, backup_workers, mxnet_mpi, hogwild,
     )  # fmt: skip
     return {recipe.__name__: recipe for recipe in every}

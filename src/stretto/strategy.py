@@ -1,6 +1,6 @@
 """Strategy: five questions about data-parallel training, answered by five small values.
 
-    aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer),
+    aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer, group_size),
                                                              ParameterServer(shards, replicas, snapshots, every_s), SharedMemory()
     sync        when?                                        Synchronous(); with servers also StaleSynchronous(bound),
                                                              Asynchronous(staleness_aware, delay_compensation), SoftSync(n),
@@ -25,6 +25,8 @@ from torch import nn
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.hierarchy import Hierarchy
+from stretto.aggregate.hierarchy.stepping_servers import GroupsWithSteppingServers
+from stretto.aggregate.hierarchy.summing_servers import GroupsWithSummingServers
 from stretto.aggregate.hierarchy.training import SynchronousHierarchy
 from stretto.aggregate.parameter_server import ParameterServer
 from stretto.aggregate.parameter_server.consistency import SyncAnswer
@@ -88,6 +90,7 @@ class Strategy:
         for way in WAYS:
             if (
                 isinstance(self.aggregate, way.aggregate)
+                and way.variant in ("", getattr(self.aggregate, "variant", ""))
                 and isinstance(self.sync, way.sync)
                 and isinstance(self.shard, way.shard)
             ):
@@ -125,12 +128,24 @@ class Way(NamedTuple):
     sync: type
     shard: type
     training: type[Training[Any]]
+    variant: str = ""  # of the aggregate, where it has several
+
+    @property
+    def text(self) -> str:
+        inside = f"({self.variant})" if self.variant else ""
+        return f"aggregate={self.aggregate.__name__}{inside}, sync={self.sync.__name__}, shard={self.shard.__name__}"
 
 
 WAYS: tuple[Way, ...] = (
     Way(AllReduce, Synchronous, Replicated, SynchronousAllReduce),
-    Way(Hierarchy, Synchronous, Replicated, SynchronousHierarchy),
+    Way(Hierarchy, Synchronous, Replicated, SynchronousHierarchy, "outer=AllReduce"),
+    Way(Hierarchy, Synchronous, Replicated, GroupsWithSummingServers, "outer=ParameterServer"),
     Way(ParameterServer, Synchronous, Replicated, SynchronousServers),
+    *(
+        Way(Hierarchy, sync, Replicated, GroupsWithSteppingServers, "outer=ParameterServer")
+        for sync in ANSWERS["sync"]
+        if sync is not Synchronous
+    ),
     *(Way(ParameterServer, sync, Replicated, SteppingServers) for sync in ANSWERS["sync"] if sync is not Synchronous),
     Way(SharedMemory, Asynchronous, Replicated, Hogwild),
 )
@@ -138,7 +153,7 @@ WAYS: tuple[Way, ...] = (
 
 def _no_way(strategy: Strategy) -> str:
     asked = f"aggregate={strategy.aggregate!r}, sync={strategy.sync!r}, shard={strategy.shard!r}"
-    ways = "; ".join(f"aggregate={w.aggregate.__name__}, sync={w.sync.__name__}, shard={w.shard.__name__}" for w in WAYS)
+    ways = "; ".join(way.text for way in WAYS)
     return (
         f"Strategy({asked}): each of them is an answer, but there is no way of training that combines the three.\n"
         f"Write one of the combinations that exist: {ways}."

@@ -58,6 +58,7 @@ STRATEGIES = [
     Strategy(aggregate=HIERARCHIES[1], schedule=WaitFree()),
     Strategy(aggregate=ParameterServer(shards=2), schedule=Buckets(bytes=256, first_bytes=64)),
     Strategy(aggregate=ParameterServer(shards=3, replicas=1), schedule=WaitFree()),
+    Strategy(aggregate=Hierarchy(outer=ParameterServer(shards=2)), schedule=Buckets(bytes=256, first_bytes=64)),
     Strategy(aggregate=ParameterServer(shards=2), schedule=Tac()),
 ]
 # Lossy: laws 2 and 4 become others (`test_lossy.py`), the rest is asked of them too.

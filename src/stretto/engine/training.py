@@ -212,11 +212,11 @@ class Training(ABC, Generic[B]):
 
     def before_save(self) -> None:
         """All workers are in `stretto.save`, and none takes a step before it has ended: bring the parameters up to date. May
-        wait, and must begin no collective."""
+        wait, and must begin no collective of all workers: one that fails here goes on to the next of `save`."""
 
     def before_release(self) -> None:
         """The model is being distributed anew, on all workers, and none takes a step before it is: what this keeps elsewhere
-        comes back into the model and its optimizers. May wait, and must begin no collective."""
+        comes back into the model and its optimizers. May wait, and must begin no collective of all workers."""
 
     def begin_anew(self) -> None:
         """`stretto.load` has replaced the model, its optimizers and, where `load_state` was called, what this remembers, on all

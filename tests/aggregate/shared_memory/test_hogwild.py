@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import socket
 from collections.abc import Callable, Iterable
@@ -379,6 +380,7 @@ def test_nothing_of_it_is_left_in_this_process_once_models_are_gone() -> None:
     def mapped() -> int:
         return sum("memfd:stretto (deleted)" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
+    gc.collect()  # what other tests have left
     before = mapped()
 
     def program(job: Job) -> int:
@@ -391,4 +393,5 @@ def test_nothing_of_it_is_left_in_this_process_once_models_are_gone() -> None:
         return count
 
     assert all(count >= before + 2 for count in run_jobs(2, program))
-    assert mapped() == before
+    gc.collect()
+    assert mapped() <= before

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.aggregate.all_reduce import compression_state
+from stretto.aggregate.all_reduce import AllReduce, compression_state
 from stretto.aggregate.all_reduce.admission import check_compression, check_crossing, check_payloads
 from stretto.aggregate.all_reduce.bucket import ReducedBucket, make_buckets
 from stretto.aggregate.all_reduce.exchange import MOST, Steps, UnderWay, side_by_side
@@ -57,7 +57,7 @@ class SynchronousHierarchy(SynchronousAllReduce):
     """`Hierarchy` + `Synchronous` + `Replicated`."""
 
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
-        self._hosts = Hosts(job)
+        self._hosts = Hosts(job, _hierarchy_of(strategy).group_size)
         self._owners: dict[str, int] = {}  # parameter -> the place on each host of the worker that speaks for it
         self._fabric: Fabric | None = None
         self._devices: set[torch.device] = set()  # that the fabric was chosen for
@@ -74,7 +74,7 @@ class SynchronousHierarchy(SynchronousAllReduce):
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
-        check_payloads(strategy, _hierarchy_of(strategy).outer, "outer")
+        check_payloads(strategy, _outer_of(strategy), "outer")
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
@@ -82,7 +82,7 @@ class SynchronousHierarchy(SynchronousAllReduce):
         check_crossing(optimizers, strategy)
 
     def _find_group(self) -> tuple[Group, str]:
-        return self._hosts.across, _hierarchy_of(self._strategy).outer.algorithm
+        return self._hosts.across, _outer_of(self._strategy).algorithm
 
     def _make_channel(self) -> int:
         return self._group.new_channel()
@@ -291,6 +291,12 @@ class SynchronousHierarchy(SynchronousAllReduce):
 def _hierarchy_of(strategy: Strategy) -> Hierarchy:
     assert isinstance(strategy.aggregate, Hierarchy), "another way of training"
     return strategy.aggregate
+
+
+def _outer_of(strategy: Strategy) -> AllReduce:
+    outer = _hierarchy_of(strategy).outer
+    assert isinstance(outer, AllReduce), "another way of training"
+    return outer
 
 
 def _put_together(own: TensorsByName, shared: TensorsByName) -> TensorsByName:

@@ -164,10 +164,10 @@ class ServerNetwork:
             time.sleep(0.01)
 
 
-def network_of(job: Job, value: ParameterServer) -> ServerNetwork:
-    """The job's, opened by the first model that needs it. All workers call it together."""
+def network_of(job: Job, value: ParameterServer, num_clients: int) -> ServerNetwork:
+    """The job's, opened by the first model that needs it. All workers call it together; `num_clients` of them will push."""
     dedicated = number_dedicated(job)
-    num_servers = value.num_servers(job.world_size, dedicated)
+    num_servers = value.num_servers(num_clients, dedicated)
     key = 0 if value.is_dedicated(dedicated) else num_servers
     network = job.server_networks.get(key)
     if network is None:

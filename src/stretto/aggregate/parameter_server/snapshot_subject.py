@@ -29,7 +29,7 @@ from stretto.aggregate.parameter_server.snapshot_content import (
     saved_tensor,
 )
 from stretto.aggregate.parameter_server.snapshots import SnapshotTaker, Subject
-from stretto.aggregate.parameter_server.value import ParameterServer
+from stretto.aggregate.parameter_server.training import servers_of
 from stretto.engine.training import Setting
 from stretto.job import Job
 from stretto.protocol.loop import Running
@@ -85,8 +85,7 @@ def begin_snapshots(
     steps_before: int,
 ) -> SnapshotTaker | None:
     """Take snapshots of what these servers have, if they are asked for. On all workers: one of them does it."""
-    servers, sync = strategy.aggregate, strategy.sync
-    assert isinstance(servers, ParameterServer)
+    servers, sync = servers_of(strategy), strategy.sync
     if servers.snapshots is None:
         return None
     method = sync.delay_compensation if isinstance(sync, Asynchronous) else None

@@ -75,7 +75,7 @@ from stretto.aggregate.parameter_server.step_under_way import (
     too_late,
 )
 from stretto.aggregate.parameter_server.sync_spec import SyncSpec
-from stretto.aggregate.parameter_server.training import check_codec, servers_of
+from stretto.aggregate.parameter_server.training import check_codec, clients_of, servers_of
 from stretto.aggregate.parameter_server.use_order import UseOrder, check_schedule, range_bytes_for_steps
 from stretto.collectives.urgency import Urgency
 from stretto.engine import misuse
@@ -112,7 +112,7 @@ class SteppingServers(Training[Bucket]):
         )
         self.waits_before_use = self.watches_first = self.engaged and strategy.schedule.cross_barrier
         self._crosses = False  # not in the first steps: it is watched who reads what
-        self._network = network_of(job, servers_of(strategy)) if self.engaged else None
+        self._network = network_of(job, servers_of(strategy), len(clients_of(strategy, job))) if self.engaged else None
         self._service: Running | None = None
         self._named: Sequence[Named] = ()
         self._dtypes: dict[str, torch.dtype] = {}
@@ -145,7 +145,7 @@ class SteppingServers(Training[Bucket]):
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
-        servers_of(strategy).num_servers(job.world_size, number_dedicated(job))
+        servers_of(strategy).num_servers(len(clients_of(strategy, job)), number_dedicated(job))
         admission.check(model, optimizers, strategy, job.world_size)
 
     # -- what is served -----------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class SteppingServers(Training[Bucket]):
         self._inventory = Inventory(self._named, self._optimizers, self._method, self._known)
         schedule, num_servers = self._strategy.schedule, len(self._network.servers)
         model = ServedModel(
-            parameters=self._inventory.parameters, servers=self._network.servers, workers=list(range(self._job.world_size)),
+            parameters=self._inventory.parameters, servers=self._network.servers, workers=clients_of(self._strategy, self._job),
             replicas=servers_of(self._strategy).replicas, sync=SyncSpec.of(self._sync), optimizers=self._inventory.specs,
             range_bytes=range_bytes_for_steps(schedule, self._inventory.parameters, num_servers),
         )  # fmt: skip
@@ -245,12 +245,17 @@ class SteppingServers(Training[Bucket]):
         """Values and state as the servers have them, now that nobody pushes; but not where the program has written its own."""
         if self._service is None:
             return
-        if all(self._written.get(parameter) == parameter._version for _, parameter in self._named):
+        if self._is_untouched:
             self._pull_all()
         self._left = self.state()
         for optimizer in self._optimizers:
             self._fetch_state(optimizer)
         self._fetched.clear()  # it stays, beyond a `state_dict`
+
+    @property
+    def _is_untouched(self) -> bool:
+        """Whether nobody but this has written to the parameters."""
+        return all(self._written.get(parameter) == parameter._version for _, parameter in self._named)
 
     def _end_service(self) -> None:
         assert self._network is not None and self._service is not None
@@ -273,6 +278,15 @@ class SteppingServers(Training[Bucket]):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> Set[Tensor] | None:
+        number, entries = self._look(optimizer)
+        ranges = [each for each in self._ranges if optimizer_of(each) == number]
+        self._under_way[number] = self._begin_step(number, ranges, flat_gradient(entries))
+        self._under_way[number].wait_for(entries)
+        self._has_seen_gradients |= any(each.parameter.grad is not None for each in entries)
+        return NOBODY
+
+    def _look(self, optimizer: Optimizer) -> tuple[int, list[KeptParameter]]:
+        """Which optimizer it is and what it steps, if it may."""
         self._job.check_usable()
         if self._broken is not None:
             raise self._broken
@@ -280,14 +294,15 @@ class SteppingServers(Training[Bucket]):
         if number in self._under_way:
             self._finish(number)  # what no forward has asked for, or a step that ended in an exception
         entries = [each for each in self._inventory.entries if each.optimizer == number]
-        admission.check_step(optimizer, entries, self._written, self._setting, self._job.weight)
+        admission.check_step(optimizer, entries, self._written, self._setting, self._weight)
         if self._setting.check_finite:
             check_finite(entries, self._job.rank)
-        ranges = [each for each in self._ranges if optimizer_of(each) == number]
-        self._under_way[number] = self._begin_step(number, ranges, flat_gradient(entries))
-        self._under_way[number].wait_for(entries)
-        self._has_seen_gradients |= any(each.parameter.grad is not None for each in entries)
-        return NOBODY
+        return number, entries
+
+    @property
+    def _weight(self) -> float:
+        """Of what is pushed, in a mean."""
+        return self._job.weight
 
     def _begin_step(self, number: int, ranges: Sequence[ParameterRange], gradient: Tensor) -> Step:
         assert self._service is not None
@@ -301,7 +316,7 @@ class SteppingServers(Training[Bucket]):
             start, stop = self._bounds[each.index]
             payload = memory[start - begin : stop - begin].data
             group = options[int(each.group.split(".")[1])]
-            pushes.append(self._service.request(Push(each.index, clock, payload, group, version, self._job.weight, urgency)))
+            pushes.append(self._service.request(Push(each.index, clock, payload, group, version, self._weight, urgency)))
             pulls.append(self._pull(each, clock + 1, newer_than, urgency))
         self._clocks[number] += 1
         return Step(clock, [each for each, _ in turns], versions, pushes, pulls, begin_ns)

@@ -36,6 +36,8 @@ from stretto.aggregate.all_reduce.bucket import Notes, ReducedBucket
 from stretto.aggregate.all_reduce.compression_thread import ThreadedExchange
 from stretto.aggregate.all_reduce.exchange import UnderWay
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
+from stretto.aggregate.hierarchy.hosts import groups_of
+from stretto.aggregate.hierarchy.value import Hierarchy
 from stretto.aggregate.parameter_server.client import Pull, PulledPayload, Push
 from stretto.aggregate.parameter_server.encoded_rounds import EncodedRounds, RangePlace, codecs_of, served_parameters
 from stretto.aggregate.parameter_server.encoding import refusal
@@ -48,6 +50,7 @@ from stretto.aggregate.parameter_server.transfer_cost import cost_with_servers
 from stretto.aggregate.parameter_server.transfer_order import range_bytes_of, urgency_with_servers
 from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.collectives.group import Group
+from stretto.collectives.messages import Name
 from stretto.collectives.plan import Kind
 from stretto.collectives.request import InProgress, Pending
 from stretto.collectives.urgency import Urgency
@@ -92,7 +95,7 @@ class SynchronousServers(SynchronousAllReduce):
         self._left_over: dict[str, Tensor] = {}  # what servers shall go on with, on rank 0
         super().__init__(replace(strategy, schedule=BUCKETS) if strategy.schedule == Buckets() else strategy, job, setting)
         if job.world_size > 1:
-            self._network = network_of(job, servers_of(strategy))
+            self._network = network_of(job, servers_of(strategy), len(clients_of(strategy, job)))
         if self._planner is not None:
             self._planner.measure = self._measure
 
@@ -109,7 +112,7 @@ class SynchronousServers(SynchronousAllReduce):
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
         check_compression(model, optimizers, strategy)
-        servers_of(strategy).num_servers(job.world_size, number_dedicated(job))
+        servers_of(strategy).num_servers(len(clients_of(strategy, job)), number_dedicated(job))
         check_crossing(optimizers, strategy)
 
     def _find_group(self) -> tuple[Group, str]:
@@ -146,7 +149,7 @@ class SynchronousServers(SynchronousAllReduce):
         model = ServedModel(
             parameters=parameters,
             servers=self._network.servers,
-            workers=list(range(self._job.world_size)),
+            workers=clients_of(self._strategy, self._job),
             replicas=servers_of(self._strategy).replicas,
             range_bytes=range_bytes_of(self.plan, parameters, len(self._network.servers)),
             codecs=codecs_of(served),
@@ -235,10 +238,13 @@ class SynchronousServers(SynchronousAllReduce):
 
     def _begin(self, bucket: ReducedBucket, under_way: UnderWay) -> None:
         if self._meeting is None and self._job.world_size > 1:
-            # Servers cannot tell who is elsewhere, in another round or in another collective; this finds out.
-            nothing, name = torch.empty(0, dtype=torch.uint8, device="cpu"), (self._setting.channel, self._sequence & 0xFFFFFFFF)
-            self._meeting = self._job.world.start(Kind.BARRIER, nothing, "dissemination", name=name, label=self._label)
+            self._meeting = self._meet()
         super()._begin(bucket, under_way)
+
+    def _meet(self, part_of: Name | None = None) -> Pending:
+        """Servers cannot tell who is elsewhere, in another round or in another collective; a meeting of all workers finds out."""
+        nothing, name = torch.empty(0, dtype=torch.uint8, device="cpu"), (self._setting.channel, self._sequence & 0xFFFFFFFF)
+        return self._job.world.start(Kind.BARRIER, nothing, "dissemination", name=name, label=self._label, part_of=part_of)
 
     def backward_ended(self, end: RoundEnd) -> RoundResult:
         try:
@@ -262,7 +268,7 @@ class SynchronousServers(SynchronousAllReduce):
             values.copy_(flat)
 
     def _sum(self, service: Running, clock: int, bucket: ReducedBucket, flat: Tensor) -> InProgress:
-        """Replace `flat`, which is this worker's, by the sum over all workers."""
+        """Replace `flat`, which is this worker's, by the sum over all that push."""
         memory, answers, urgency = flat.numpy(), [], self._urgency_of(bucket)
         for index, start, stop in self._ranges[bucket]:
             part = memory[start:stop].data
@@ -271,7 +277,7 @@ class SynchronousServers(SynchronousAllReduce):
         return self._all_of(answers)
 
     def _all_of(self, answers: Sequence[Future[Any]]) -> InProgress:
-        return Answers(answers, self._job.world_size)
+        return Answers(answers, len(clients_of(self._strategy, self._job)))
 
     def _urgency_of(self, bucket: ReducedBucket) -> Urgency | None:
         assert self._network is not None
@@ -400,5 +406,14 @@ def check_codec(strategy: Strategy, *, steps: bool) -> None:
 
 
 def servers_of(strategy: Strategy) -> ParameterServer:
-    assert isinstance(strategy.aggregate, ParameterServer), "another way of training"
-    return strategy.aggregate
+    aggregate = strategy.aggregate
+    servers = aggregate.outer if isinstance(aggregate, Hierarchy) else aggregate
+    assert isinstance(servers, ParameterServer), "another way of training"
+    return servers
+
+
+def clients_of(strategy: Strategy, job: Job) -> list[int]:
+    """The workers that push and pull: all of them, or the first of each group."""
+    if isinstance(strategy.aggregate, Hierarchy):
+        return [group[0] for group in groups_of(job.peers, strategy.aggregate.group_size)]
+    return list(range(job.world_size))

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 class Hogwild(Training[Bucket]):
     """`SharedMemory` + `Asynchronous` + `Replicated`."""
 
+    goes_on_without = True
+
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
         super().__init__(strategy, job, setting)
         self._job, self._setting = job, setting
