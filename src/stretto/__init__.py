@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from stretto.distributing import synchronize as synchronize
     from stretto.distributing import weight as weight
     from stretto.errors import *  # noqa: F403
+    from stretto.key_values import declare as declare
+    from stretto.key_values import pull as pull
+    from stretto.key_values import push as push
     from stretto.launching.spawn import launch as launch
     from stretto.optim.lamb import LAMB as LAMB
     from stretto.optim.lars import LARS as LARS
@@ -114,6 +117,7 @@ _HOME = {
         "NonFiniteGradient", "PeerLost", "RankMismatch", "RendezvousError", "SecretError", "StrettoError", "UnreachableError",
         "WireError", "WireTimeout", "WorkerFailed",
     ),
+    "stretto.key_values": ("declare", "pull", "push"),
     "stretto.launching.spawn": ("launch",),
     "stretto.optim.lamb": ("LAMB",),
     "stretto.optim.lars": ("LARS",),

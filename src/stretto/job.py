@@ -70,6 +70,7 @@ class Job:
         self.to_servers: CommunicationThread | None = None  # that were started apart, until a `ServerNetwork` takes it over
         # Number of servers beside the workers, 0 for those that were started apart -> `ServerNetwork`, once they are used
         self.server_networks: dict[int, Any] = {}
+        self.declared: dict[str, Any] = {}  # keys of `stretto.push` and `pull` -> `StoredTensor`
         self.more_wires: Callable[[str, int], list[Wire]] | None = None  # in tests: of workers and servers that are threads
         self.weight = 1.0  # of this worker's gradients in a mean; see `stretto.weight`
         self.at_exit: Finalize | None = None

@@ -2,6 +2,7 @@
 
     apply(g, options)        w, s <- U(w, s, g, options)        one of torch's own optimizers, on one flat parameter
     without an optimizer     w <- w + g                         increments: key-value use, or averages that are pulled together
+                             w <- g                             if the options say `assign`
 
 `lr_scale` multiplies the *rate*: with 1/tau for a stale gradient, say. To multiply the gradient would be the same for plain SGD
 and nothing at all for Adam, which divides by the size of gradients.
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -39,7 +40,18 @@ from stretto.engine.postponed_step import plain_step
 from stretto.errors import ConfigurationError, MalformedPayload
 from stretto.sync.delay_compensation import DelayCompensation
 
+ASSIGN: Final = "assign"  # the option of a range without an optimizer
+
 Floats = NDArray[np.float32]
+
+
+def fault_in_increment(options: Mapping[str, OptionValue]) -> str | None:
+    """Why these are no options of a range without an optimizer."""
+    if options.keys() <= {ASSIGN} and isinstance(options.get(ASSIGN, False), bool):
+        return None
+    return (
+        f"options {sorted(map(str, options))[:10]} for a range without an optimizer, which has {ASSIGN}, a flag, and no others."
+    )
 
 
 class RangeState:
@@ -78,7 +90,9 @@ class RangeState:
         if self._compensation is not None:
             gradient = self._compensation.compensated(gradient, self._values, worker)
         self._leave_to_readers()
-        if self._optimizer is None:
+        if checked.get(ASSIGN):
+            self._parameter.detach().copy_(read_only.as_tensor(gradient))
+        elif self._optimizer is None:
             self._parameter.detach().add_(read_only.as_tensor(gradient), alpha=lr_scale)
         else:
             self._step(gradient, checked)
@@ -88,9 +102,9 @@ class RangeState:
         if not 0 <= lr_scale <= 1:
             raise MalformedPayload(f"lr_scale={lr_scale}: a learning rate is scaled by a number from 0 to 1.")
         if self._spec is None:
-            if options:
-                raise MalformedPayload(f"options {sorted(map(str, options))[:10]} for a range without an optimizer.")
-            return {}
+            if wrong := fault_in_increment(options):
+                raise MalformedPayload(wrong)
+            return dict(options)
         if wrong := self._spec.fault_in(options) or self._change_of_state(options):
             raise MalformedPayload(f"an update with {self._spec.name}: {wrong} Nothing was updated.")
         if lr_scale != 1 and not self._spec.obeys_rate:

@@ -30,7 +30,7 @@ from stretto.aggregate.parameter_server.encoded_sum import EncodedSum
 from stretto.aggregate.parameter_server.encoding import encodings
 from stretto.aggregate.parameter_server.layout import RANGE_BYTES, VALUE_BYTES, RangeLayout, ServedParameter
 from stretto.aggregate.parameter_server.messages import Options
-from stretto.aggregate.parameter_server.range_state import RangeState
+from stretto.aggregate.parameter_server.range_state import RangeState, fault_in_increment
 from stretto.aggregate.parameter_server.replica import RangeValues
 from stretto.aggregate.parameter_server.round_sum import RoundSum
 from stretto.aggregate.parameter_server.server import ServerMachine
@@ -54,7 +54,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     """What servers have to know of a model, and of each other. Everybody has the same.
 
     `optimizers`: for servers that step, by the group of the parameters; none with `Synchronous`, where workers step.
-    `codecs`: the text of what gradients of a group are compressed with, if they are."""
+    `codecs`: the text of what gradients of a group are compressed with, if they are. `increments`: no server steps, and what is
+    pushed is added to the values, or takes their place (`store.py`)."""
 
     parameters: list[ServedParameter]
     servers: list[int]
@@ -64,6 +65,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     sync: SyncSpec = SyncSpec()
     optimizers: dict[str, OptimizerSpec] = {}
     codecs: dict[str, str] = {}
+    increments: bool = False
 
     def layout(self) -> RangeLayout:
         return RangeLayout(self.parameters, self.range_bytes)
@@ -77,6 +79,8 @@ class ServedModel(msgspec.Struct, frozen=True):
 
     def fault_in(self, options: Options) -> str | None:
         """Options that no optimizer of this model takes. Whether it is the right one is seen when they are used."""
+        if self.increments:
+            return fault_in_increment(options)
         faults = [spec.fault_in(options) for spec in distinct_classes(self.optimizers)]
         return None if not faults or None in faults else faults[0]
 
@@ -153,7 +157,7 @@ class ServiceHost(Machine):
         compensation = sync.delay_compensation if isinstance(sync, Asynchronous) else None
         encoding_of = encodings(layout.ranges, model.parameters, model.codecs)
         missing = sorted({each.group for each in layout.ranges} - model.optimizers.keys())
-        if not isinstance(sync, Synchronous) and missing:
+        if not isinstance(sync, Synchronous) and missing and not model.increments:
             raise ConfigurationError(f"{sync!r}: no optimizer was named for the groups {missing[:10]}, and the servers step.")
 
         def make_values(index: int, values: memoryview | None) -> RangeValues:
@@ -162,7 +166,8 @@ class ServiceHost(Machine):
                 encoding = encoding_of(index)
                 return RoundSum(each.numel) if encoding is None else EncodedSum(encoding, each.slices)
             begin = np.zeros(each.numel, np.float32) if values is None else np.frombuffer(values, np.float32).copy()
-            return RangeState(torch.from_numpy(begin), model.optimizers[each.group], delay_compensation=compensation)
+            spec = None if model.increments else model.optimizers[each.group]
+            return RangeState(torch.from_numpy(begin), spec, delay_compensation=compensation)
 
         record = RecordedServer(self._tracer, self._first_server)
         record.machine = ServerMachine(
