@@ -18,7 +18,7 @@ NAMES = sorted([
     "ParameterServer", "PeerLost", "Priority", "RankMismatch", "RendezvousError", "Replicated", "Resumed", "Sampler",
     "SecretError", "Started", "Strategy", "StrettoError", "SyncBatchNorm", "Synchronous", "Tac", "Tic", "Timeouts",
     "UnreachableError", "WaitFree", "WireError", "WireTimeout", "WorkerFailed", "all_gather", "all_reduce", "all_to_all",
-    "barrier", "broadcast", "current_job",
+    "barrier", "broadcast", "current_job", "declare", "pull", "push", "server_ledgers",
     "device", "distribute", "gather", "gather_object", "group", "init", "is_initialized", "join", "launch", "load",
     "local_rank", "main_first", "no_sync", "parse", "print", "rank", "recipes", "recv", "reduce", "reduce_scatter",
     "release", "save", "save_profile", "scatter", "send", "shutdown", "split", "start_all_gather", "start_all_reduce",

@@ -21,7 +21,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -43,18 +43,6 @@ from stretto.sync.asynchronous import Asynchronous
 PushOp = Literal["add", "assign"]
 MAX_BYTES: Final = 1 << 30  # of a tensor, as float32
 MAX_LETTERS: Final = 200  # of a key
-
-
-class Declaration(NamedTuple):
-    """What all workers say alike."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    servers: str
-
-    def __str__(self) -> str:
-        return f"declare({self.key!r}, {self.dtype}{list(self.shape)}{self.servers and f', servers={self.servers}'})"
 
 
 class StoredTensor(ABC):
@@ -187,13 +175,14 @@ def declare(job: Job, key: str, begin: Tensor, servers: ParameterServer | None) 
             f"declare({key!r}, {type(begin).__name__}): give a tensor, such as torch.zeros(()) for one number."
         )
     fault = _fault_in(key, begin, servers, job)
-    mine = Declaration(key, tuple(begin.shape), dtype_name(begin.dtype), "" if servers is None else repr(servers))
+    which = "" if servers is None else f", servers={servers!r}"
+    mine = f"declare({key!r}, {dtype_name(begin.dtype)}{list(begin.shape)}{which})"
     if job.world_size == 1:
         if fault is not None:
             raise ConfigurationError(fault)
         job.declared[key] = OwnTensor(key, begin)
         return
-    said: list[tuple[Declaration, str | None]] = job.gather_object((mine, fault))
+    said: list[tuple[str, str | None]] = job.gather_object((mine, fault))
     for rank, (theirs, refused) in enumerate(said):
         if refused is not None:
             raise ConfigurationError(refused if rank == job.rank else f"rank {rank}: {refused}")
@@ -234,7 +223,9 @@ def as_pushed(stored: StoredTensor, values: Tensor | float, op: str, rank: int) 
             f"{asked}: {type(values).__name__} is neither a tensor nor a number. Push a tensor like the declared."
         )
     if values.layout is not torch.strided:
-        raise ConfigurationError(f"{asked} with a tensor of layout {values.layout}: all elements travel. Write tensor.to_dense().")
+        raise ConfigurationError(
+            f"{asked} with a tensor of layout {values.layout}: all elements travel. Write tensor.to_dense()."
+        )
     if values.shape != stored.shape or values.dtype != stored.dtype:
         raise ConfigurationError(
             f"{asked}: a {dtype_name(values.dtype)}{list(values.shape)}, and the key was declared with "
