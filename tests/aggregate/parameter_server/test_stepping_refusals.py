@@ -14,7 +14,7 @@ from stretto import weight
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.hierarchy import Hierarchy
 from stretto.aggregate.parameter_server import ParameterServer
-from stretto.compress.int8 import Int8
+from stretto.compress.power_sgd import PowerSGD
 from stretto.distributing import distribute, join
 from stretto.errors import ConfigurationError, NonFiniteGradient
 from stretto.job import Job
@@ -44,8 +44,8 @@ def test_without_servers_there_is_no_such_way_of_training(aggregate: Any, sync: 
 
 
 def test_codecs_are_refused_when_the_strategy_is_made() -> None:
-    with pytest.raises(ConfigurationError, match="servers that step read float32"):
-        Strategy(aggregate=ParameterServer(), sync=Asynchronous(), compress=Int8())
+    with pytest.raises(ConfigurationError, match="drives rounds of its own"):
+        Strategy(aggregate=ParameterServer(), sync=Asynchronous(), compress=PowerSGD(2))
 
 
 def _twice(model: Model) -> Optimizers:

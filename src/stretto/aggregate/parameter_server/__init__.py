@@ -19,7 +19,7 @@ In a job:
     training        synchronous training with servers that only sum
     stepping        training with servers that step; `inventory` is what they keep, `stepping_admission` what is refused,
                     `step_under_way` a step, `use_order` the order in which it is pushed and pulled
-    encoded_rounds  a worker's side of synchronous rounds that are compressed
+    encoded_rounds  a worker's side of synchronous rounds that are compressed; `push_encoding` is that of servers that step
     transfer_order  what a schedule's plan means to pushes and pulls; `transfer_cost` measures what they cost
     snapshots       what they have, written to disk while training goes on: who, when and where; `snapshot_content` is what is in
                     a file, and `snapshot_subject` what a worker adds

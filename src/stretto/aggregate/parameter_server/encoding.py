@@ -24,13 +24,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.aggregate.parameter_server import read_only
 from stretto.aggregate.parameter_server.layout import ParameterRange, ServedParameter
 from stretto.aggregate.parameter_server.messages import CodecRound
 from stretto.compress import catalogue
+from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.by_parameter import ByParameter
 from stretto.compress.codec import Codec, Compression
 from stretto.compress.ef21 import EF21
 from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.float16 import Float16
 from stretto.compress.layout import Blocks, Layout
 from stretto.compress.none import NoCompression
 from stretto.compress.random_numbers import RandomKeys
@@ -96,6 +99,14 @@ def writing_in(compression: Compression, number: int) -> Writing | None:
     if isinstance(compression, (ErrorFeedback, EF21)) and isinstance(compression.codec, Codec):
         return Writing(compression.codec, True)
     return Writing(compression, False) if isinstance(compression, Codec) else None
+
+
+def codec_of_values(compression: Compression) -> Codec | None:
+    """Who writes values that servers step, where gradients are compressed so; None: they travel as float32."""
+    codec = compression.codec if isinstance(compression, ErrorFeedback) else compression
+    if isinstance(codec, Float16):
+        return Float16()
+    return BFloat16() if isinstance(codec, BFloat16) else None
 
 
 # -- how a range is cut -----------------------------------------------------------------------------------------------
@@ -187,6 +198,15 @@ class RangeEncoding:
         """The gradient that is in a payload that has been checked."""
         checked, self._checked = self._checked, None
         return checked[1] if checked is not None and checked[0] is payload else self._decoded(payload, drawn)
+
+    def written_values(self, values: Payload) -> Payload:
+        """Values that servers step, on their way to a worker."""
+        codec = codec_of_values(self.compression)
+        if codec is None:
+            return values
+        floats = read_only.as_tensor(np.frombuffer(values, np.float32))
+        written: Payload = codec.encode(floats, self.blocks(codec), RandomKeys()).numpy().data
+        return written
 
     def _decoded(self, payload: memoryview, drawn: CodecRound) -> Floats:
         writing = writing_in(self.compression, drawn.draw)

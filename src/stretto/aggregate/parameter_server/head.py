@@ -224,6 +224,9 @@ class RangeHead:
                 return f"it is of {push.drawn}, and that of rank {held.worker} at the same clock of {held.push.drawn}"
         return self._encoding.fault_in(payload, push.drawn)
 
+    def _written(self, values: Payload) -> Payload:
+        return values if self._encoding is None or self._rule.sums else self._encoding.written_values(values)
+
     def _gradient(self, push: PushGradient, payload: memoryview) -> NDArray[np.float32]:
         if self._encoding is None or push.drawn is None:
             return np.frombuffer(payload, np.float32)
@@ -378,7 +381,7 @@ class RangeHead:
             if self._rule.remembers_readers:
                 self._change(Shown(worker), b"")
             header = ValuesPulled(self._range.index, pull.clock, replica.version, int(slowest), replica.weight)
-            self._answer(worker, header, replica.values.value())
+            self._answer(worker, header, self._written(replica.values.value()))
 
     def _answer(self, worker: int, header: Any, payload: Payload = b"") -> None:
         self._answers.append(HeldAnswer(self.replica.sequence, worker, header, payload))

@@ -6,7 +6,7 @@ Parameters lie one after the other in one flat memory, those of an optimizer tog
 
 so a range of the servers is a piece of it. A group's name to the servers has three numbers, "optimizer.group.age": parameters
 of one range have one step counter, so those that were updated a different number of times before (`optimizer.state` says) are
-kept apart.
+kept apart, and so are those that are compressed differently.
 
 An optimizer's state is on the servers while they step. `Inventory.content` writes what a range begins with, of values and of
 `optimizer.state` as torch has it; `read` is the way back, into tensors of the parameters' shapes. So `optimizer.state_dict()` is
@@ -27,9 +27,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.aggregate.parameter_server import range_format
+from stretto.aggregate.parameter_server.encoding import codec_of_values, unit_of
 from stretto.aggregate.parameter_server.layout import ParameterRange, ParameterSlice, ServedParameter
 from stretto.aggregate.parameter_server.range_format import RangeContent
 from stretto.aggregate.parameter_server.shard_optimizer import OptimizerSpec, spec_of
+from stretto.compress.codec import Compression
 from stretto.sync.delay_compensation import DelayCompensation
 
 Named = tuple[str, Tensor]
@@ -59,6 +61,7 @@ class Inventory:
     """See the module's text. All workers make the same one: their models and optimizers are alike when they do.
 
     `known`: vectors that are neither the parameters' own values nor in `optimizer.state`, by parameter.
+    `compress`: what gradients are compressed with.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class Inventory:
         optimizers: Sequence[Optimizer],
         method: DelayCompensation | None,
         known: Mapping[str, Mapping[str, Tensor]],
+        compress: Compression,
     ) -> None:
-        self._method = method
+        self._method, self._compress = method, compress
+        self.compressions: dict[str, Compression] = {}  # of the groups that are compressed
         self.specs: dict[str, OptimizerSpec] = {}
         self.entries: list[KeptParameter] = []
         self.bases = [spec_of(optimizer) for optimizer in optimizers]
@@ -95,8 +100,11 @@ class Inventory:
         for parameter in group["params"]:
             if parameter in names:
                 kept = _kept_of(base, optimizer.state.get(parameter, {}))
-                age = (tuple(sorted(kept.scalars.items())), tuple(sorted(kept.vectors)))
+                answer = self._compress.for_parameter(names[parameter], tuple(parameter.shape))
+                age = (tuple(sorted(kept.scalars.items())), tuple(sorted(kept.vectors)), answer)
                 key = ages.setdefault(age, f"{place}.{len(ages)}")
+                if not answer.lossless:
+                    self.compressions[key] = answer
                 self.specs.setdefault(key, OptimizerSpec(base.name, base.options_of(group)))
                 self._begin[names[parameter]] = kept
                 found.append((key, parameter))
@@ -104,7 +112,19 @@ class Inventory:
 
     @property
     def parameters(self) -> list[ServedParameter]:
-        return [ServedParameter(each.name, each.stop - each.start, each.group) for each in self.entries]
+        return [
+            ServedParameter(each.name, each.stop - each.start, each.group, tuple(each.parameter.shape), self._unit_of(each))
+            for each in self.entries
+        ]
+
+    def travels_rounded(self, group: str) -> bool:
+        """Whether values of this group come in 16 bits."""
+        compression = self.compressions.get(group)
+        return compression is not None and codec_of_values(compression) is not None
+
+    def _unit_of(self, each: KeptParameter) -> int:
+        compression = self.compressions.get(each.group)
+        return 1 if compression is None else unit_of(compression, each.name, tuple(each.parameter.shape))
 
     def flat_values(self) -> Tensor:
         """What the parameters hold, or what is known better."""
@@ -147,12 +167,12 @@ class Inventory:
         return found
 
     def beyond_torch(self, kept: Mapping[str, Kept]) -> dict[str, dict[str, Tensor]]:
-        """What neither the model nor `optimizer.state_dict()` holds: float32 values of parameters that are not, and means of
-        squared gradients of delay compensation."""
+        """What neither the model nor `optimizer.state_dict()` holds: float32 values of parameters that are not, or that get
+        rounded ones, and means of squared gradients of delay compensation."""
         found: dict[str, dict[str, Tensor]] = {}
         for entry in self.entries:
             wanted = [MEAN_SQUARE] if self._method is not None and self._method.decay is not None else []
-            wanted += [VALUES] if entry.parameter.dtype is not torch.float32 else []
+            wanted += [VALUES] if entry.parameter.dtype is not torch.float32 or self.travels_rounded(entry.group) else []
             vectors = {kind: kept[entry.name].vectors[kind] for kind in wanted if entry.name in kept}
             if vectors:
                 found[entry.name] = vectors

@@ -31,6 +31,7 @@ class Step:
     pushes: Sequence[Future[PushTaken]]
     pulls: Sequence[Future[ValuesPulled]]
     begin_ns: int
+    num_bytes: int  # both ways
     waiting: dict[Tensor, list[int]] = field(default_factory=dict)  # parameters without their new values: places of their ranges
 
     def wait_for(self, entries: Iterable[KeptParameter]) -> None:

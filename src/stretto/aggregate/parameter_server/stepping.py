@@ -55,12 +55,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from stretto.aggregate.all_reduce.admission import check_compression, warn_of_lost_gradients
+from stretto.aggregate.all_reduce.compression_state import mean_of
 from stretto.aggregate.parameter_server import stepping_admission as admission
-from stretto.aggregate.parameter_server.client import Export, Fill, Pull, Push
+from stretto.aggregate.parameter_server.client import Export, Fill, Pull, PulledPayload, Push
 from stretto.aggregate.parameter_server.inventory import Inventory, Kept, KeptParameter, as_state
 from stretto.aggregate.parameter_server.layout import ParameterRange
 from stretto.aggregate.parameter_server.messages import ValuesPulled
 from stretto.aggregate.parameter_server.network import network_of, number_dedicated
+from stretto.aggregate.parameter_server.push_encoding import PushEncoding
 from stretto.aggregate.parameter_server.server_record import ServerLedger
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.snapshot_subject import begin_snapshots
@@ -118,6 +121,8 @@ class SteppingServers(Training[Bucket]):
         self._dtypes: dict[str, torch.dtype] = {}
         self._written: dict[Tensor, int] = {}  # autograd's count of writes to each parameter, after the last pull
         self._known: TensorsByName = {}  # of a checkpoint, for the next service to begin with
+        self._own: TensorsByName = {}  # residuals of a checkpoint, likewise
+        self._rounds_before = 0  # in which gradients were compressed, of the training that this one goes on from
         self._unsettled: list[Step] = []
         self._under_way: dict[int, Step] = {}  # by optimizer
         self._has_seen_gradients = False
@@ -129,6 +134,10 @@ class SteppingServers(Training[Bucket]):
         self._left: TrainingState | None = None  # what was remembered, once the model and the optimizers hold the rest again
         if self.engaged and (self._decays or any(p.dtype is not torch.float32 for p in setting.model.parameters())):
             self.state_text = f"{strategy.compress!r} and sync={self._sync!r}"
+        if self.engaged and not strategy.compress.lossless:
+            self.state_text = f"{strategy.compress!r} and sync={self._sync!r}"
+            if job.rank == 0:
+                warn_of_lost_gradients(setting.model, strategy.compress)
 
     @property
     def _method(self) -> Any:
@@ -147,6 +156,7 @@ class SteppingServers(Training[Bucket]):
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
         servers_of(strategy).num_servers(len(clients_of(strategy, job)), number_dedicated(job))
         admission.check(model, optimizers, strategy, job.world_size)
+        check_compression(model, optimizers, strategy)
 
     # -- what is served -----------------------------------------------------------------------------------------------
 
@@ -170,14 +180,17 @@ class SteppingServers(Training[Bucket]):
         """Have the servers begin with what this worker's model and optimizers hold. All workers call it together."""
         assert self._network is not None
         self._broken = self._left = None
-        self._inventory = Inventory(self._named, self._optimizers, self._method, self._known)
+        self._inventory = Inventory(self._named, self._optimizers, self._method, self._known, self._strategy.compress)
         schedule, num_servers = self._strategy.schedule, len(self._network.servers)
         model = ServedModel(
             parameters=self._inventory.parameters, servers=self._network.servers, workers=clients_of(self._strategy, self._job),
             replicas=servers_of(self._strategy).replicas, sync=SyncSpec.of(self._sync), optimizers=self._inventory.specs,
             range_bytes=range_bytes_for_steps(schedule, self._inventory.parameters, num_servers),
+            codecs={group: repr(each) for group, each in self._inventory.compressions.items()},
         )  # fmt: skip
         self._ranges = model.layout().ranges
+        self._encoding = PushEncoding(self._job.rank, self._inventory, self._ranges, self._own)
+        self._own = {}
         self._entry_of = {each.parameter: each for each in self._inventory.entries}
         self._order = UseOrder(schedule, self._inventory.entries, model.range_bytes, num_servers)
         self._bounds = bounds_of(self._ranges)
@@ -295,8 +308,7 @@ class SteppingServers(Training[Bucket]):
             self._finish(number)  # what no forward has asked for, or a step that ended in an exception
         entries = [each for each in self._inventory.entries if each.optimizer == number]
         admission.check_step(optimizer, entries, self._written, self._setting, self._weight)
-        if self._setting.check_finite:
-            check_finite(entries, self._job.rank)
+        check_finite(entries if self._setting.check_finite else self._encoding.compressed(entries), self._job.rank)
         return number, entries
 
     @property
@@ -310,20 +322,25 @@ class SteppingServers(Training[Bucket]):
         options = [base.options_of(group) for group in groups]
         newer_than = clock if isinstance(self._sync, BackupWorkers) else -1
         begin = self._bounds[ranges[0].index][0] if ranges else 0
-        begin_ns, memory, turns = time.perf_counter_ns(), gradient.numpy(), self._order.turns(ranges)
+        begin_ns, turns, num_bytes = time.perf_counter_ns(), self._order.turns(ranges), 0
         pushes, pulls, versions = [], [], [self._versions[each.index] for each, _ in turns]
         for (each, urgency), version in zip(turns, versions, strict=True):
             start, stop = self._bounds[each.index]
-            payload = memory[start - begin : stop - begin].data
-            group = options[int(each.group.split(".")[1])]
-            pushes.append(self._service.request(Push(each.index, clock, payload, group, version, self._weight, urgency)))
+            part, group = gradient[start - begin : stop - begin], options[int(each.group.split(".")[1])]
+            payload, drawn = self._encoding.payload(each, part, clock, self._rounds_before + clock)
+            push = Push(each.index, clock, payload, group, version, self._weight, urgency, drawn)
+            num_bytes += memoryview(payload).nbytes + self._encoding.bytes_down(each)
+            pushes.append(self._service.request(push))
             pulls.append(self._pull(each, clock + 1, newer_than, urgency))
         self._clocks[number] += 1
-        return Step(clock, [each for each, _ in turns], versions, pushes, pulls, begin_ns)
+        return Step(clock, [each for each, _ in turns], versions, pushes, pulls, begin_ns, num_bytes)
 
     def _pull(self, each: ParameterRange, clock: int, newer_than: int, urgency: Urgency | None = None) -> Future[ValuesPulled]:
         assert self._service is not None
         start, stop = self._bounds[each.index]
+        if self._encoding.has_rounded(each.group):
+            answer: Future[PulledPayload] = self._service.request(Pull(each.index, clock, None, newer_than, urgency))
+            return self._encoding.into(each, answer, self._flat[start:stop])
         return self._service.request(Pull(each.index, clock, self._flat.numpy()[start:stop].data, newer_than, urgency))
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -355,9 +372,8 @@ class SteppingServers(Training[Bucket]):
 
     def _trace(self, number: int, step: Step) -> None:
         if (tracer := self._job.tracer) is not None:
-            num_bytes = 2 * sum(each.num_bytes for each in step.ranges)
             names = ", ".join(each.name for each in self._inventory.entries if each.optimizer == number)
-            tracer.span("transfer", f"servers {number}", step.begin_ns, num_bytes=num_bytes, collective=names)
+            tracer.span("transfer", f"servers {number}", step.begin_ns, num_bytes=step.num_bytes, collective=names)
 
     # -- values that are on their way ---------------------------------------------------------------------------------
 
@@ -411,13 +427,14 @@ class SteppingServers(Training[Bucket]):
 
     def _settle(self) -> None:
         """Count the staleness of steps that the servers have applied: of a step the largest of its ranges. A range that came too
-        late, or was sent twice because a server died, does not count."""
+        late, or was sent twice because a server died, does not count; what was left out of it when it was written, does again."""
         waiting = []
         for step in self._unsettled:
             if not all(push.done() for push in step.pushes):
                 waiting.append(step)
                 continue
             taken = [push.result() for push in step.pushes]
+            self._encoding.settle(step.clock, step.ranges, taken)
             stale = [each.version - 1 - read for each, read in zip(taken, step.versions, strict=True) if each.applied]
             if stale:
                 self._job.ledger.count_round(staleness=max(stale))
@@ -501,16 +518,20 @@ class SteppingServers(Training[Bucket]):
             self._serve()
 
     def state(self) -> TrainingState:
-        """What neither the model nor `optimizer.state_dict()` holds: values in float32 of parameters that are not, and means of
-        squared gradients of delay compensation."""
+        """What neither the model nor `optimizer.state_dict()` holds: values in float32 of parameters that are not, or that travel
+        rounded, means of squared gradients of delay compensation, and what was left out of this worker's gradients."""
         if self._left is not None:
             return self._left
         if self.state_text is None or self._service is None:
             return TrainingState(0, {}, {})
-        return TrainingState(0, {}, self._inventory.beyond_torch(self._export(self._ranges)))
+        shared = self._inventory.beyond_torch(self._export(self._ranges))
+        return TrainingState(self._rounds_before + max(self._clocks, default=0), self._encoding.state(), shared)
 
     def check_state(self, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
         return self._inventory.fault_in(saved) if self._service is not None else None
 
     def load_state(self, state: TrainingState) -> None:
-        self._known = dict(state.shared)
+        self._known, self._own, self._rounds_before = dict(state.shared), dict(state.own), state.rounds
+
+    def shared_out(self, everybody: Sequence[TensorsByName]) -> TensorsByName:
+        return mean_of(everybody, self._job.world_size)

@@ -397,8 +397,7 @@ def _without_left_over(own: TensorsByName, times: int) -> tuple[TensorsByName, d
 def check_codec(strategy: Strategy, *, steps: bool) -> None:
     """The codecs that servers know, who may step."""
     asked = f"aggregate={strategy.aggregate!r}"
-    if not strategy.compress.lossless and (steps or (reason := refusal(strategy.compress, steps=steps)) is not None):
-        reason = "servers that step read float32 gradients" if steps else reason
+    if not strategy.compress.lossless and (reason := refusal(strategy.compress, steps=steps)) is not None:
         raise ConfigurationError(
             f"{asked} with compress={strategy.compress!r}: {reason}.\n"
             f"Write a codec that servers know, such as compress=ErrorFeedback(Sign()) or Float16(); or aggregate=AllReduce()."
