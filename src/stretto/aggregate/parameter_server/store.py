@@ -192,7 +192,7 @@ def declare(job: Job, key: str, begin: Tensor, servers: ParameterServer | None) 
                 f"Declare keys at the beginning, in the same order on all workers; only push and pull are for one worker alone."
             )
     value = servers or _usual_servers(job)
-    job.declared[key] = ServedTensor(job, network_of(job, value), key, begin, value.replicas)
+    job.declared[key] = ServedTensor(job, network_of(job, value, job.world_size), key, begin, value.replicas)
 
 
 def find(job: Job, what: str, key: str) -> StoredTensor:
