@@ -26,6 +26,7 @@ from stretto.launching import secret as secrets
 from stretto.launching.detect import DedicatedServers, Launch, deadlines, secret_in, switch
 from stretto.launching.hosts import host_identity, is_loopback, join_address, split_address
 from stretto.launching.introduction_messages import Ended
+from stretto.launching.peers import ranks_text
 from stretto.launching.rendezvous import start_coordinator
 from stretto.timeouts import Timeouts
 
@@ -138,8 +139,7 @@ def did_not_meet(launch: Launch, error: JobError) -> JobError:
     first, number, at = launch.world_size, launch.servers.number, launch.servers.rendezvous
     host, _ = split_address(at)
     return JobError(
-        f"rank {launch.rank} did not meet the job's {number} servers, which are ranks {first} to {first + number - 1} there, at "
-        f"{at}: {error}\n"
+        f"rank {launch.rank} did not meet the job's servers (there: {ranks_text(range(first, first + number))}) at {at}: {error}\n"
         f"A server is started by stretto run --servers, or by hand, server 0 (rank {first}) for instance: stretto serve "
         f"--rendezvous {at} --secret-file job.secret --workers {first} --servers {number} --number 0. {host} has to be the host "
         f"of rank 0, as all see it."
