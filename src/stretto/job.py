@@ -76,7 +76,7 @@ class Job:
         self.at_exit: Finalize | None = None
         self.ledger = Ledger()
         self.tracer = None if launch.trace is None else trace.Tracer()
-        self._clock = (0, 0)  # offset from rank 0's and its uncertainty, once measured
+        self.clock = (0, 0)  # offset from rank 0's and its uncertainty, once measured
         self._collectives_of_ours = 0  # that nobody asked for: to compare clocks
         communicator = None if wire is None else Communicator(wire, timeouts, self.ledger, self.tracer)
         self._communication = None if communicator is None else CommunicationThread(communicator)
@@ -267,7 +267,7 @@ class Job:
         if self.tracer is not None and self.launch.trace is not None:
             trace.prepare(self.launch.trace)
             if self.world_size > 1:
-                self._clock = clock_offset(self.rank, self.barrier, self.gather_object, self.tracer.now)
+                self.clock = clock_offset(self.rank, self.barrier, self.gather_object, self.tracer.now)
                 self._collectives_of_ours = self.ledger.collectives.total()
 
     def write_trace(self) -> None:
@@ -281,8 +281,10 @@ class Job:
             host=platform.node(),
             num_spans=len(self.tracer.spans),
             num_dropped=self.tracer.num_dropped,
-            clock_offset_ns=self._clock[0],
-            clock_uncertainty_ns=self._clock[1],
+            clock_offset_ns=self.clock[0],
+            clock_uncertainty_ns=self.clock[1],
+            staleness=dict(self.ledger.staleness),
+            held_s={rank: held_ns / 1e9 for rank, held_ns in self.ledger.held_ns.items()},
         )
         try:
             trace.write(self.launch.trace, self.tracer, about)

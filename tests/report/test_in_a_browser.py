@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from report.browser import Browser, find_browser
-from report.traces import HOSTILE, job, plan_of, span, write
+from report.traces import HOSTILE, job, plan_of, span, with_servers, write
 from stretto.plan.planned import write_planned
 from stretto.report.command import write_report
 
@@ -141,3 +141,17 @@ def test_a_request_or_a_handler_in_the_page_would_be_noticed(browser: Browser, p
     (tmp_path / "open.html").write_text(slipped.replace("Content-Security-Policy", "x-no-policy"))
     browser.open(tmp_path / "open.html")
     assert CONTROL in browser.requested() and browser.evaluate("window.pwned === 1")
+
+
+def test_a_page_with_servers_is_drawn_in_full_and_in_a_narrow_window(browser: Browser, tmp_path: Path) -> None:
+    workers, servers = with_servers(held_s=0.12)
+    write(tmp_path / "job", [*workers, *servers])
+    write_report(tmp_path / "job", None)
+    for width in (1280, 390):
+        browser.open(tmp_path / "job" / "report.html", width=width)
+        assert browser.evaluate("document.querySelectorAll('#servers .histogram rect').length") == 3
+        assert browser.evaluate("document.querySelector('.histogram svg').getBoundingClientRect().height") > 50
+        assert browser.evaluate("document.querySelectorAll('#servers svg.line polyline').length") == 2
+        assert browser.evaluate("document.querySelectorAll('table.workers-at-servers tr').length") == 4
+        assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "the page is wider than its window"
+        assert browser.complaints() == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.observe.trace import About, TraceEvent, TraceFile
+from stretto.observe.trace import About, TraceEvent, TraceFile, file_of
 from stretto.plan.planned import PlannedStep
 from stretto.plan.profile import StepProfile, TransferCost
 from stretto.plan.transfers import Transfer, TransferPlan
@@ -73,8 +73,41 @@ def job(*ranks: dict[str, Any], steps: int = 4, length: float = 100.0) -> list[T
 def write(folder: Path, files: Sequence[TraceFile]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
-        (folder / f"trace-rank{file.otherData.rank}.json").write_bytes(msgspec.json.encode(file))
+        about = file.otherData
+        file_of(folder, about.rank, about.server).write_bytes(msgspec.json.encode(file))
     return folder
+
+
+def with_servers(held_s: float = 0.0, busy: float = 0.3, wait: float = 30.0) -> tuple[list[TraceFile], list[TraceFile]]:
+    """Three workers, of which rank 2 holds the others back, and two servers, the second of which is busy for that share of
+    400 ms. Steps of 100 ms: 60 of computation, then a wait, in which a push and a pull travel for 2 ms each."""
+    workers, servers = [], []
+    for rank in range(3):
+        spans = []
+        for number in range(4):
+            begin = 100.0 * number
+            spans += step(begin, 100.0, compute=60.0, wait=wait)
+            for server in range(2):
+                about = {"peer": 3 + server, "bytes": 1_000_000}
+                spans.append(span("send", f"push to server {server}", begin + 60, begin + 62, **about))
+                spans.append(span("receive", f"pull from server {server}", begin + 88, begin + 90, **about))
+        spans.append(span("compute", "forward Net", 400, 401))
+        file = trace(rank, spans, world_size=3)
+        held = {} if rank == 2 or not held_s else {2: held_s, 1 - rank: held_s / 10}
+        file.otherData = msgspec.structs.replace(file.otherData, staleness={0: 1, rank: 3}, held_s=held)
+        workers.append(file)
+    for server, share in enumerate((busy / 2, busy)):
+        spans = []
+        for number in range(41):
+            at = 10.0 * number
+            spans.append(span("reduce", "push of rank 0", at, at + 10 * share, peer=0))
+            spans.append(span("update", "update", at + 1 * share, at + 5 * share, tid=COMMUNICATION))
+            spans.append(TraceEvent("C", "queue", 0, 0, at * 1e3, args={"held": 0, "gathered": number % 3, "parked": 2}))
+        spans.append(span("send", "copy to server 0", 0, 3, peer=3, bytes=500))
+        file = trace(3 + server, spans, world_size=3, host="<i>far")
+        file.otherData = msgspec.structs.replace(file.otherData, server=server)
+        servers.append(file)
+    return workers, servers
 
 
 HOSTILE = (

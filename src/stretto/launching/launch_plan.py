@@ -207,7 +207,7 @@ def trace_folder(folder: Path) -> Path:
     """The folder, made if need be, without the files of earlier runs: ranks that this run does not have would stay."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in (*folder.glob("trace-rank*.json"), folder / "plan.json"):
+        for old in (*folder.glob("trace-rank*.json"), *folder.glob("trace-server*.json"), folder / "plan.json"):
             old.unlink(missing_ok=True)
     except OSError as problem:
         raise ConfigurationError(

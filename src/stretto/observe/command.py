@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stretto.errors import ConfigurationError
-from stretto.observe.merge import Total, merge, missing_ranks, read, total
+from stretto.observe.merge import Total, merge, missing_ranks, read, read_servers, total
 from stretto.observe.quantities import size
 
 MORE_THAN_ANY_TABLE = 400
@@ -20,7 +20,7 @@ def show_trace(folder: Path, output: Path | None) -> None:
     files = read(folder)
     target = output or folder / "trace.json"
     try:
-        target.write_bytes(merge(files))
+        target.write_bytes(merge([*files, *read_servers(folder, files)]))
     except OSError as problem:
         raise ConfigurationError(f"{target} cannot be written ({problem.strerror}). Name another file with -o FILE.") from problem
     # The table is as wide as its contents. Told the width of the terminal (80 in a pipe), rich would cut words and numbers off.

@@ -14,7 +14,7 @@ import msgspec
 
 from stretto.errors import ConfigurationError
 from stretto.observe.trace import TraceEvent, TraceFile
-from stretto.observe.trace_files import read_trace, trace_paths
+from stretto.observe.trace_files import read_trace, server_paths, trace_paths
 
 COMPUTE = ("compute", "update")
 
@@ -45,6 +45,15 @@ def read(folder: Path) -> list[TraceFile]:
             f"Remove the older ones, or trace into a folder of its own: `stretto run --trace` starts with an empty one."
         )
     return files
+
+
+def read_servers(folder: Path, workers: Sequence[TraceFile]) -> list[TraceFile]:
+    """The files that servers of the same run have left, by number."""
+    files = [read_trace(path) for path in server_paths(folder)]
+    run = workers[0].otherData.run, workers[0].otherData.world_size
+    return sorted(
+        (file for file in files if (file.otherData.run, file.otherData.world_size) == run), key=lambda file: file.otherData.server
+    )
 
 
 def merge(files: Sequence[TraceFile]) -> bytes:

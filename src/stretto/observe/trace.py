@@ -9,6 +9,9 @@
     receive    asked for .. arrived and added or copied
     transfer   a bucket of gradients: handed over .. everything of it has arrived
 
+Servers have a file of their own, in which `reduce` is what is done with a push, `update` the optimizer in it, and `send` a copy
+on its way to the next server. Beside spans it has samples: how long its queues were, as counters (`ph: C`).
+
 Off by default, and free when off: there is no tracer object then, and the hot paths ask `tracer is None` once per message.
 
 Memory is bounded: the last `limit` spans are kept, and the file says how many older ones were dropped. Times are those of
@@ -72,6 +75,9 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     num_dropped: int
     clock_offset_ns: int
     clock_uncertainty_ns: int
+    server: int = -1  # its number, of a server; its rank then comes after those of all workers
+    staleness: dict[int, int] = {}  # of a worker's steps
+    held_s: dict[int, float] = {}  # for how long servers held this worker back, by the rank that was behind
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True):
@@ -163,8 +169,8 @@ class Tracer:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def file_of(folder: str | Path, rank: int) -> Path:
-    return Path(folder) / f"trace-rank{rank}.json"
+def file_of(folder: str | Path, rank: int, server: int = -1) -> Path:
+    return Path(folder) / (f"trace-server{server}.json" if server >= 0 else f"trace-rank{rank}.json")
 
 
 def prepare(folder: str | Path) -> None:
@@ -179,7 +185,7 @@ def prepare(folder: str | Path) -> None:
 
 def write(folder: str | Path, tracer: Tracer, about: About) -> Path:
     """Write this rank's file, whole or not at all."""
-    path = file_of(folder, about.rank)
+    path = file_of(folder, about.rank, about.server)
     partial = path.with_suffix(".part")
     partial.write_bytes(msgspec.json.encode(TraceFile(events(tracer, about), about)))
     partial.replace(path)
@@ -191,7 +197,7 @@ def events(tracer: Tracer, about: About) -> list[TraceEvent]:
     tracks: dict[str, list[Span]] = {}
     for span in tracer.spans:
         tracks.setdefault(_track(span, tracer.threads), []).append(span)
-    title = f"rank {about.rank} ({about.host})"
+    title = f"{f'server {about.server}' if about.server >= 0 else f'rank {about.rank}'} ({about.host})"
     made = [_note("process_name", about.rank, 0, name=title), _note("process_sort_index", about.rank, 0, sort_index=about.rank)]
     tid = 0
     for track, spans in sorted(tracks.items(), key=lambda item: (item[1][0].category in IN_FLIGHT, item[0])):

@@ -13,9 +13,11 @@ from typing import Any, Final
 import msgspec
 
 from stretto.errors import ConfigurationError
-from stretto.observe.trace import TraceEvent, TraceFile
+from stretto.observe.trace import TraceEvent, TraceFile, file_of
 
 NAME: Final = re.compile(r"trace-rank\d{1,9}\.json")
+SERVER_NAME: Final = re.compile(r"trace-server\d{1,9}\.json")
+MOST_COUNTS: Final = 8  # numbers in one sample
 MAX_FILE_BYTES: Final = 128 << 20  # the tracer keeps 131,072 spans, about 35 MB
 MAX_FOLDER_BYTES: Final = 1 << 30  # read, it takes about five times as much memory
 MAX_RANKS: Final = 1 << 20
@@ -46,6 +48,17 @@ def trace_paths(folder: Path) -> list[Path]:
     return paths
 
 
+def server_paths(folder: Path) -> list[Path]:
+    """Those of servers: there need not be any."""
+    paths = [path for path in folder.glob("trace-server*.json") if SERVER_NAME.fullmatch(path.name)]
+    if sum(path.stat().st_size for path in paths if path.is_file()) > MAX_FOLDER_BYTES:
+        raise ConfigurationError(
+            f"the {len(paths)} trace files of servers in {folder} have more than {MAX_FOLDER_BYTES >> 20:,} MiB together, "
+            f"which is more than is read at once.\nRemove them, or trace a shorter run."
+        )
+    return paths
+
+
 def read_trace(path: Path) -> TraceFile:
     try:
         if not path.is_file():
@@ -64,10 +77,17 @@ def read_trace(path: Path) -> TraceFile:
 def _nonsense(path: Path, file: TraceFile) -> str | None:
     """What is JSON of the right form, and still cannot be."""
     about = file.otherData
-    if not 0 <= about.rank < about.world_size <= MAX_RANKS:
+    if about.server >= 0:
+        if not 1 <= about.world_size <= about.rank <= MAX_RANKS:
+            return f"rank {about.rank} of a server beside {about.world_size} workers cannot be"
+    elif not 0 <= about.rank < about.world_size <= MAX_RANKS:
         return f"rank {about.rank} of {about.world_size} workers cannot be"
-    if path.name != f"trace-rank{about.rank}.json":
-        return f"it says that it is of rank {about.rank}"
+    if path.name != file_of(path.parent, about.rank, about.server).name:
+        return f"it says that it is of {'rank' if about.server < 0 else 'server'} {max(about.rank, about.server)}"
+    if not all(_is_whole(number, WHOLE) for pair in about.staleness.items() for number in pair):
+        return "it has a staleness that cannot be"
+    if not all(0 <= rank < MAX_RANKS and 0.0 <= seconds < LONGEST_US for rank, seconds in about.held_s.items()):
+        return "it was held back for a time, or by a rank, that cannot be"
     if not (0 <= about.num_dropped < WHOLE and 0 <= about.clock_uncertainty_ns < WHOLE):
         return "it has a negative or huge number of dropped spans, or clock uncertainty"
     for number, event in enumerate(file.traceEvents):
@@ -78,6 +98,9 @@ def _nonsense(path: Path, file: TraceFile) -> str | None:
 
 def _is_sane(event: TraceEvent) -> bool:
     """Comparisons with NaN are false, so it is refused too. (JSON has no NaN, but who writes files may.)"""
+    if event.ph == "C":
+        counts = event.args.values()
+        return -LONGEST_US < event.ts < LONGEST_US and len(counts) <= MOST_COUNTS and all(_is_whole(n, WHOLE) for n in counts)
     if event.ph != "X":
         return True
     return (

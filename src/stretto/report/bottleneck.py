@@ -1,9 +1,11 @@
 """One sentence on what holds the job back, by rules over the figures.
 
     steps        there is none in the trace
+    held         with servers: a fifth of a step is waiting until another worker has pushed, as `sync=` says
     straggler    one rank computes more than 1.15 times as long as the others, and that is what they wait for
     compute      U >= 0.95: whatever the network does, there is little left to gain
     loop         more than a fifth of a step is neither computing nor communicating nor waiting
+    servers      a server works on pushes four fifths of the time, and workers wait for more than a tenth of it
     uneven       ranks wait longer for one another than all communication takes, but not always for the same one
     latency      many small transfers: starting them takes longer than their bytes
     network      rho > 1, and what can be hidden is; or rho > 2, where hiding does not help
@@ -17,12 +19,14 @@ The first that applies, in this order, is the answer.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 
 import msgspec
 
 from stretto.observe.quantities import percent, seconds, size
 from stretto.plan.planned import PlannedStep
 from stretto.report.figures import JobFigures, RankFigures
+from stretto.report.steps import MICRO
 
 SLOWER = 1.15
 COMPUTE_BOUND = 0.95
@@ -31,6 +35,9 @@ MANY_TRANSFERS = 8
 SMALL_BYTES = 64 * 1024  # where a network of 1 Gbit/s needs 0.5 ms for the bytes, about what a collective takes to start
 HIDDEN = 0.5
 HOPELESS = 2.0
+HELD = 0.2
+BUSY = 0.8
+WAITED = 0.1
 
 
 class Bottleneck(msgspec.Struct, frozen=True):
@@ -44,7 +51,7 @@ def find_bottleneck(job: JobFigures, planned: PlannedStep | None = None) -> Bott
     if job.step_s is None or job.utilisation is None:
         why = "no model was given to stretto.distribute, or it never ran"
         return Bottleneck("steps", f"There is no training step in this trace: {why}.")
-    slow = _straggler(job)
+    slow = _held(job) or _straggler(job)
     if slow is not None:
         return slow
     if job.utilisation >= COMPUTE_BOUND:
@@ -53,7 +60,44 @@ def find_bottleneck(job: JobFigures, planned: PlannedStep | None = None) -> Bott
             f"Computation: it takes {percent(job.utilisation)} of a step ({seconds(job.compute_s)} of {seconds(job.step_s)}), so "
             f"a faster network or another schedule gains at most {percent(1 - job.utilisation)}. Only faster computation helps.",
         )
-    return _loop(job) or _uneven(job) or _latency(job, planned) or _network(job, planned)
+    return _loop(job) or _servers(job) or _uneven(job) or _latency(job, planned) or _network(job, planned)
+
+
+def _held(job: JobFigures) -> Bottleneck | None:
+    """The worker that all others were held back for longest, if that is much."""
+    assert job.step_s is not None
+    by: Counter[int] = Counter()
+    for each in job.servers.workers if job.servers is not None else ():
+        if each.held_by is not None:
+            by[each.held_by] += round(each.held_s * each.steps / MICRO)
+    if not by or job.servers is None:
+        return None
+    slow = by.most_common(1)[0][0]
+    held = statistics.median([each.held_s for each in job.servers.workers if each.rank != slow] or [0.0])
+    if held <= HELD * job.step_s:
+        return None
+    return Bottleneck(
+        "held",
+        f"Waiting for rank {slow}: until it has pushed, servers hold the other workers back for {seconds(held)} of a step of "
+        f"{seconds(job.step_s)} ({percent(held / job.step_s)}), as `sync=` says. If it is always the slow one, write `SoftSync` "
+        f"or `BackupWorkers`, which wait for nobody in particular; if workers are slow in turn, `StaleSynchronous` with a larger "
+        f"bound.",
+    )
+
+
+def _servers(job: JobFigures) -> Bottleneck | None:
+    assert job.step_s is not None
+    if job.servers is None or not job.servers.servers or job.wait_s <= WAITED * job.step_s:
+        return None
+    worst = max(job.servers.servers, key=lambda server: server.busy)
+    if worst.busy < BUSY:
+        return None
+    return Bottleneck(
+        "servers",
+        f"The servers: server {worst.server} works on pushes {percent(worst.busy)} of the time (its optimizer "
+        f"{percent(worst.optimizer)}), and workers wait {seconds(job.wait_s)} of a step of {seconds(job.step_s)}. "
+        f"Use more of them (`shards=`), where there are processors to spare.",
+    )
 
 
 def _straggler(job: JobFigures) -> Bottleneck | None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from stretto.errors import ConfigurationError
-from stretto.observe.merge import read
+from stretto.observe.merge import read, read_servers
 from stretto.observe.quantities import percent, seconds, size
 from stretto.plan.planned import PlannedStep, read_planned
 from stretto.report.bottleneck import find_bottleneck
@@ -18,10 +18,11 @@ from stretto.report.timeline import make_timeline
 def write_report(folder: Path, output: Path | None) -> None:
     files = read(folder)
     planned = read_planned(folder)
-    job = job_figures(files)
+    servers = read_servers(folder, files)
+    job = job_figures(files, servers)
     bottleneck = find_bottleneck(job, planned)
     target = output or folder / "report.html"
-    page = make_page(folder.resolve().name, job, bottleneck, make_timeline(files), planned)
+    page = make_page(folder.resolve().name, job, bottleneck, make_timeline([*files, *servers]), planned)
     try:
         target.write_bytes(page)
     except OSError as problem:
@@ -45,6 +46,10 @@ def main_figures(job: JobFigures, planned: PlannedStep | None) -> list[tuple[str
         made.append(("overlap (alpha)", f"{job.overlap:.2f}"))
     if job.network_to_compute is not None:
         made.append(("network/compute (rho)", f"{job.network_to_compute:.2f}"))
+    if job.servers is not None and job.servers.staleness:
+        steps = sum(job.servers.staleness.values())
+        mean = sum(stale * count for stale, count in job.servers.staleness.items()) / steps
+        made.append(("staleness", f"{mean:.2f} on average, at most {max(job.servers.staleness)}"))
     made.append(("sent per rank and step", size(job.bytes_sent)))
     made.append(("ranks", f"{len(job.ranks)} of {job.world_size}"))
     return made

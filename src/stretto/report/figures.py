@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from stretto.observe.merge import missing_ranks
-from stretto.observe.trace import TraceFile
+from stretto.observe.trace import TraceEvent, TraceFile
+from stretto.report.servers import ServersFigures, servers_figures
 from stretto.report.steps import MICRO, MeasuredStep, OtherSides, measure_steps, spans_of
 
 
@@ -58,6 +59,7 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[LinkTraffic, ...]
     transfers: dict[str, TransferTime]
     num_steps: int  # of all ranks together
+    servers: ServersFigures | None = None
     step_s: float | None = None
     step_low_s: float | None = None  # a tenth of the steps is shorter,
     step_high_s: float | None = None  # and a tenth longer
@@ -74,7 +76,7 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
     transfer_bytes: float = 0.0  # of all these together
 
 
-def job_figures(files: Sequence[TraceFile]) -> JobFigures:
+def job_figures(files: Sequence[TraceFile], servers: Sequence[TraceFile] = ()) -> JobFigures:
     others = OtherSides(files)
     steps = {file.otherData.rank: measure_steps(file, others) for file in files}
     everything = [step for each in steps.values() for step in each]
@@ -83,7 +85,8 @@ def job_figures(files: Sequence[TraceFile]) -> JobFigures:
         world_size=files[0].otherData.world_size,
         ranks=tuple(_rank_figures(file, steps[file.otherData.rank]) for file in files),
         missing=tuple(missing_ranks(files)),
-        links=tuple(_links(files, steps)),
+        links=tuple(_links(files, steps, servers)),
+        servers=servers_figures(files, servers),
         transfers=_transfers(files, others),
         num_steps=len(everything),
         step_s=_median(lengths),
@@ -121,21 +124,34 @@ def _rank_figures(file: TraceFile, steps: Sequence[MeasuredStep]) -> RankFigures
     )
 
 
-def _links(files: Sequence[TraceFile], steps: dict[int, list[MeasuredStep]]) -> list[LinkTraffic]:
+def _links(files: Sequence[TraceFile], steps: dict[int, list[MeasuredStep]], servers: Sequence[TraceFile]) -> list[LinkTraffic]:
+    """What a server has sent to a worker is known from what that worker has received."""
     num_bytes: Counter[tuple[int, int]] = Counter()
     num_messages: Counter[tuple[int, int]] = Counter()
     for file in files:
         rank = file.otherData.rank
         since = steps[rank][0].begin_us if steps[rank] else float("-inf")
         for span in spans_of(file):
-            if span.cat == "send" and span.ts >= since and "peer" in span.args:
-                link = rank, span.args["peer"]
+            if span.ts >= since and (link := _link_of(rank, span, file.otherData.world_size)) is not None:
+                num_bytes[link] += span.args.get("bytes", 0)
+                num_messages[link] += 1
+    for file in servers:
+        for span in spans_of(file):
+            if (link := _link_of(file.otherData.rank, span, file.otherData.world_size)) is not None:
                 num_bytes[link] += span.args.get("bytes", 0)
                 num_messages[link] += 1
     return [
         LinkTraffic(source=source, target=target, num_bytes=num_bytes[source, target], num_messages=count)
         for (source, target), count in sorted(num_messages.items())
     ]
+
+
+def _link_of(rank: int, span: TraceEvent, world_size: int) -> tuple[int, int] | None:
+    """Who sent to whom, if this span is to be counted."""
+    peer = span.args.get("peer", -1)
+    if span.cat == "send" and peer >= 0:
+        return rank, peer
+    return (peer, rank) if span.cat == "receive" and peer >= world_size else None
 
 
 def _transfers(files: Sequence[TraceFile], others: OtherSides) -> dict[str, TransferTime]:

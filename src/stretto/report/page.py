@@ -18,6 +18,7 @@ from stretto.observe.quantities import percent, seconds, size
 from stretto.plan.planned import PlannedStep
 from stretto.report.bottleneck import Bottleneck
 from stretto.report.figures import JobFigures
+from stretto.report.server_tables import servers_section
 from stretto.report.shown import shown
 from stretto.report.tables import heading, link_table, plan_table, rank_table
 from stretto.report.timeline import CATEGORIES, Timeline
@@ -106,6 +107,8 @@ def _body(title: str, job: JobFigures, bottleneck: Bottleneck, timeline: Timelin
     yield _timeline(timeline)
     yield heading("Ranks") + rank_table(job) + "</section>"
     yield heading("Bytes per link") + link_table(job) + "</section>"
+    if job.servers is not None:
+        yield heading("Servers", "servers") + servers_section(job.servers) + "</section>"
     if planned is not None:
         yield heading("The plan") + plan_table(job, planned) + "</section>"
     meanings = "".join(f"<dt>{html.escape(word)}</dt><dd>{html.escape(text)}</dd>" for word, text in MEANINGS)

@@ -78,18 +78,24 @@ def link_table(job: JobFigures) -> str:
 
 def _link_matrix(job: JobFigures, ranks: Sequence[int], most: int) -> str:
     bytes_of = {(link.source, link.target): link.num_bytes for link in job.links}
-    head = "".join(f"<th>to {target}</th>" for target in ranks)
+    head = "".join(f"<th>to {_name(target, job)}</th>" for target in ranks)
     rows = ""
     for source in ranks:
         cells = "".join(_heat(bytes_of.get((source, target)), most) for target in ranks)
-        rows += f"<tr><th>from {source}</th>{cells}</tr>"
+        rows += f"<tr><th>from {_name(source, job)}</th>{cells}</tr>"
     return f'<table class="heat"><tr><th></th>{head}</tr>{rows}</table>'
+
+
+def _name(rank: int, job: JobFigures) -> str:
+    """Servers come after the workers."""
+    return str(rank) if rank < job.world_size else f"server {rank - job.world_size}"
 
 
 def _link_list(job: JobFigures, most: int) -> str:
     largest = sorted(job.links, key=lambda link: -link.num_bytes)[:LISTED]
     rows = "".join(
-        f"<tr><td>{link.source}</td><td>{link.target}</td>{_heat(link.num_bytes, most)}<td>{link.num_messages:,}</td></tr>"
+        f"<tr><td>{_name(link.source, job)}</td><td>{_name(link.target, job)}</td>"
+        f"{_heat(link.num_bytes, most)}<td>{link.num_messages:,}</td></tr>"
         for link in largest
     )
     head = "<tr><th>from</th><th>to</th><th>bytes</th><th>messages</th></tr>"

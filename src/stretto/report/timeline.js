@@ -10,6 +10,7 @@
   const tip = document.querySelector(".tip");
   const context = canvas.getContext("2d");
   const ROW = 17, TITLE = 20, AXIS = 24, SHORTEST = 0.5; // pixels, and the fewest microseconds of a view
+  const nameOf = (rank) => (rank in data.servers ? `server ${data.servers[rank]}` : `rank ${rank}`);
   const tops = [];
   const bands = []; // one for each rank: where its rows are
   let height = AXIS;
@@ -122,8 +123,8 @@
       context.font = "600 12px system-ui, sans-serif";
       context.textAlign = "left";
       context.fillStyle = colours.text;
-      context.fillText(`rank ${band.rank}`, 8, middle);
-      const wide = context.measureText(`rank ${band.rank}`).width;
+      context.fillText(nameOf(band.rank), 8, middle);
+      const wide = context.measureText(nameOf(band.rank)).width;
       context.font = "11px system-ui, sans-serif";
       context.fillStyle = colours.faint;
       context.fillText(host, 16 + wide, middle, width - wide - 24);
@@ -189,7 +190,7 @@
       data.names[data.name[i]],
       `${duration(data.length[i])}, from ${duration(data.begin[i])}`,
       data.bytes[i] ? `${amount(data.bytes[i])}, ${amount(data.bytes[i] / Math.max(1e-6, data.length[i] / 1e6))}/s` : "",
-      `${data.categories[data.category[i]]}, rank ${rank}${host ? ` on ${host}` : ""}`,
+      `${data.categories[data.category[i]]}, ${nameOf(rank)}${host ? ` on ${host}` : ""}`,
       data.names[data.collective[i]],
     ].filter(Boolean);
     tip.replaceChildren(...lines.map((text, number) => {

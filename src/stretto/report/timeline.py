@@ -33,6 +33,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
     rows: list[TimelineRow]
     hosts: dict[str, str]
+    servers: dict[str, int]  # their numbers, by rank
     names: list[str]
     categories: tuple[str, ...]
     row: list[int]
@@ -69,6 +70,7 @@ def make_timeline(files: Sequence[TraceFile], limit: int = MAX_SPANS) -> Timelin
     return Timeline(
         rows=drawing.rows,
         hosts={str(file.otherData.rank): shown(file.otherData.host) for file in files},
+        servers={str(file.otherData.rank): file.otherData.server for file in files if file.otherData.server >= 0},
         names=list(drawing.names),
         categories=CATEGORIES,
         row=drawing.row,

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -35,6 +36,7 @@ from stretto.aggregate.parameter_server.client import ClientMachine, Quit
 from stretto.aggregate.parameter_server.client_record import AskLedgers, RecordedClient
 from stretto.aggregate.parameter_server.process import ServerPlace, serve
 from stretto.aggregate.parameter_server.server_record import ServerLedger
+from stretto.aggregate.parameter_server.server_trace import ServerTrace
 from stretto.aggregate.parameter_server.service import (
     CONTROL_CHANNEL,
     FIRST_CHANNEL,
@@ -274,12 +276,23 @@ def _launch_of_all(job: Job, num_servers: int) -> Launch:
     )  # fmt: skip
 
 
+def _trace_of(job: Job, server: int) -> ServerTrace | None:
+    """Of the first servers of a job: further ones have the same numbers."""
+    if job.launch.trace is None or job.server_networks:
+        return None
+    offset_ns, uncertainty_ns = job.clock
+    return ServerTrace(
+        folder=os.path.abspath(job.launch.trace), run=job.launch.run, server=server, num_workers=job.world_size,
+        clock_offset_ns=offset_ns, clock_uncertainty_ns=uncertainty_ns,
+    )  # fmt: skip
+
+
 def _start_process(launch: Launch, rank: int, job: Job, timeouts: Timeouts, environ: dict[str, str]) -> subprocess.Popen[bytes]:
     assert launch.secret is not None and launch.rendezvous is not None
     place = ServerPlace(
         rank=rank, local_rank=rank, world_size=launch.world_size, workers=job.world_size, on_one_host=launch.one_host,
         rendezvous=launch.rendezvous, secret=launch.secret.hex(), encrypt=launch.encrypt, interface=launch.interface,
-        timeouts=timeouts,
+        timeouts=timeouts, trace=_trace_of(job, rank - job.world_size),
     )  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-m", "stretto.aggregate.parameter_server.process"], stdin=subprocess.PIPE, env=environ

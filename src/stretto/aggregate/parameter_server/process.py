@@ -19,11 +19,13 @@ import msgspec
 import torch
 
 from stretto.aggregate.parameter_server.server_record import RecordedServer
+from stretto.aggregate.parameter_server.server_trace import ServerTrace
 from stretto.aggregate.parameter_server.service import CONTROL_CHANNEL, ServedModel, ServiceHost
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
 from stretto.job import meet
 from stretto.launching.detect import Launch
+from stretto.observe.trace import Tracer
 from stretto.protocol.loop import Running
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
@@ -47,13 +49,15 @@ class ServerPlace(msgspec.Struct, frozen=True, kw_only=True):
     encrypt: bool
     interface: str | None
     timeouts: Timeouts
+    trace: ServerTrace | None = None
 
     def __repr__(self) -> str:
         return f"ServerPlace(rank={self.rank}, world_size={self.world_size})"
 
 
-def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts) -> bool:
+def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts, traced: ServerTrace | None = None) -> bool:
     """Serve on a wire until the last worker has left it. False: something in this server has failed."""
+    tracer = None if traced is None else Tracer()
     alone, ended = threading.Event(), threading.Event()
     communication = CommunicationThread(Communicator(wire, timeouts))
     services: dict[int, Running] = {}
@@ -66,7 +70,7 @@ def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts) -> bool:
             services.pop(channel).stop()
             ended.set()
 
-    host = communication.loop.start(ServiceHost(wire.rank, workers, start, stop, alone.set), CONTROL_CHANNEL)
+    host = communication.loop.start(ServiceHost(wire.rank, workers, start, stop, alone.set, tracer), CONTROL_CHANNEL)
     try:
         while not alone.wait(LOOK_EVERY_S) and host.error is None and all(each.error is None for each in list(services.values())):
             if ended.is_set():
@@ -74,6 +78,8 @@ def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts) -> bool:
                 gc.collect()  # the parts of a machine know each other, and Python looks for such garbage where much is made
     finally:  # also when it was interrupted
         communication.stop(timeouts.leave_s)
+        if traced is not None and tracer is not None:
+            traced.write(tracer)
         if alone.is_set():
             wire.close()
         else:
@@ -92,7 +98,7 @@ def main() -> None:
         local_world_size=place.world_size if place.on_one_host else 1, rendezvous=place.rendezvous,
         secret=bytes.fromhex(place.secret), encrypt=place.encrypt, launcher="stretto", interface=place.interface,
     )  # fmt: skip
-    serve(meet(launch, timeouts), range(place.workers), timeouts)
+    serve(meet(launch, timeouts), range(place.workers), timeouts, place.trace)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from stretto.aggregate.parameter_server.messages import (
     ToServer,
     ValuesPulled,
 )
+from stretto.aggregate.parameter_server.range_state import RangeState
 from stretto.aggregate.parameter_server.replica import MakeValues, RangeValues
 from stretto.aggregate.parameter_server.server import ServerMachine
 from stretto.aggregate.parameter_server.shard_optimizer import OptionValue
@@ -117,9 +118,16 @@ class RecordedServer(Machine):
             account.staleness[stale] = account.staleness.get(stale, 0) + 1
 
     def timed(self, make: MakeValues) -> MakeValues:
-        """`make`, whose values note how long their updates take; as it is where nothing is traced."""
+        """`make`, whose values note how long their optimizer takes; as it is where nothing is traced."""
         tracer = self._tracer
-        return make if tracer is None else lambda index, values: _TimedValues(make(index, values), tracer)
+        if tracer is None:
+            return make
+
+        def made(index: int, values: memoryview | None) -> RangeValues:
+            found = make(index, values)
+            return _TimedValues(found, tracer) if isinstance(found, RangeState) else found
+
+        return made
 
     # -- events -------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
 from stretto.engine.finite import is_finite
 from stretto.errors import NonFiniteGradient, WireError
 from stretto.observe.ledger import Ledger
+from stretto.observe.trace import Tracer
 from stretto.plain_state import is_ours
 
 
@@ -44,10 +45,14 @@ class Step:
 
     def count_held(self, ledger: Ledger) -> None:
         """For how long the rule held this worker back, and because of whom: of the range for which it did so longest."""
-        held = [pull.result() for pull in self.pulls if pull.result().waited_for >= 0]
-        if held:
-            longest = max(held, key=lambda each: each.kept_us)
+        if (longest := held_longest(self.pulls)) is not None:
             ledger.count_held(longest.waited_for, 1000 * longest.kept_us)
+
+    def trace(self, tracer: Tracer, name: str, parameters: str) -> None:
+        """All of it as a transfer that ends now, without the time for which the rule held it back."""
+        longest = held_longest(self.pulls)
+        begin_ns = self.begin_ns + (0 if longest is None else 1000 * longest.kept_us)
+        tracer.span("transfer", name, min(begin_ns, tracer.now()), num_bytes=self.num_bytes, collective=parameters)
 
     def when_pulled(self, callback: Callable[[], None]) -> None:
         """Call `callback` when all values have come, from whichever thread notices."""
@@ -63,6 +68,13 @@ class Step:
 
         for pull in self.pulls:
             pull.add_done_callback(one_has_come)
+
+
+def held_longest(answers: Iterable[Future[Any]]) -> ValuesPulled | None:
+    """Of the pulls that the rule has held back, the one that it held back longest."""
+    found = (answer.result() for answer in answers if answer.exception() is None)
+    held = [each for each in found if isinstance(each, ValuesPulled) and each.waited_for >= 0]
+    return max(held, key=lambda each: each.kept_us, default=None)
 
 
 def check_finite(entries: Iterable[KeptParameter], rank: int) -> None:

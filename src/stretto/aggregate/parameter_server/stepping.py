@@ -73,6 +73,7 @@ from stretto.aggregate.parameter_server.step_under_way import (
     bounds_of,
     check_finite,
     flat_gradient,
+    held_longest,
     is_looked_at,
     optimizer_of,
     too_late,
@@ -373,7 +374,7 @@ class SteppingServers(Training[Bucket]):
     def _trace(self, number: int, step: Step) -> None:
         if (tracer := self._job.tracer) is not None:
             names = ", ".join(each.name for each in self._inventory.entries if each.optimizer == number)
-            tracer.span("transfer", f"servers {number}", step.begin_ns, num_bytes=step.num_bytes, collective=names)
+            step.trace(tracer, f"servers {number}", names)
 
     # -- values that are on their way ---------------------------------------------------------------------------------
 
@@ -448,7 +449,9 @@ class SteppingServers(Training[Bucket]):
         done, missing = wait(answers, patience_s, FIRST_EXCEPTION)
         self._job.ledger.count_wait(time.perf_counter_ns() - begin_ns)
         if self._job.tracer is not None:
-            self._job.tracer.span("wait", what, begin_ns)
+            held = held_longest(done)
+            why = "" if held is None else f", because of rank {held.waited_for} ({type(self._sync).__name__})"
+            self._job.tracer.span("wait", f"{what}{why}", begin_ns)
         for answer in done:
             if (problem := answer.exception()) is not None:
                 self._broken = self._explained(problem)
