@@ -197,3 +197,32 @@ def test_a_plain_torch_script_with_ddp_runs_unchanged() -> None:
             break
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == ["[host 0] trained", "[host 1] trained"]  # and no warning of torch's
+
+
+@pytest.mark.slow
+def test_hosts_for_servers_come_after_the_others_and_their_bytes_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch, stretto\n"
+        "job = stretto.init()\n"
+        "model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "strategy = stretto.Strategy(aggregate=stretto.ParameterServer(placement='dedicated'))\n"
+        "stretto.distribute(model, optimizer, strategy)\n"
+        "for _ in range(4):\n"
+        "    model(torch.randn(8, 256)).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "print('servers', job.server_networks[0].servers)\n"
+    )
+    words = ["--hosts", "2", "--servers", "2", "--rate", "200mbit", "--", sys.executable, str(tmp_path / "train.py")]
+    done = stretto_lab(*words)
+    assert done.returncode == 0, done.stderr
+    assert "2 hosts and 2 with a server each" in done.stderr
+    assert sum("servers [2, 3]" in line for line in done.stdout.splitlines()) == 2
+    rows = [line.replace(",", "").split("\u2502")[1:-1] for line in done.stderr.splitlines() if line.startswith("\u2502")]
+    model = 4 * 8 * (256 * 256 + 256)
+    for _, sent, _, counted, _ in rows:
+        assert int(sent) > int(counted) >= 4 * model, (
+            "each worker sends the model in a step, and each of two servers half of it to both"
+        )
+    assert len(rows) == 4 and "warning" not in done.stderr

@@ -56,6 +56,11 @@ try:
     trained(("shards", 3))
 except stretto.ConfigurationError as error:
     print(error)
+stretto.declare("seen", torch.zeros(3))
+for _ in range(job.rank + 1):
+    stretto.push("seen", torch.ones(3))
+stretto.barrier()
+assert stretto.pull("seen").tolist() == [3, 3, 3] and sorted(job.server_networks) == [0, 1]
 print("pids", *descendants(os.getppid()))
 """
 )
@@ -121,6 +126,22 @@ def test_a_node_may_have_servers_only_and_ends_when_the_last_worker_has_left(tmp
     assert done.returncode == 0, done.stderr
     host, port = meeting.split(":")
     assert f"2 DedicatedServers(number=2, rendezvous='{host}:{int(port) + 2}', encrypt=True)" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_server_that_serves_for_ever_serves_a_job_of_torchrun_and_then_another_one(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN + "trained()\nprint('trained with', job.server_networks[0].servers)")
+    meeting = with_secret(tmp_path)
+    serve = f"stretto serve --rendezvous {meeting} --workers 2 --secret-file job.secret --forever"
+    jobs = "torchrun --standalone --nproc-per-node 2 train.py; stretto run -n 2 --secret-file job.secret --no-prefix train.py"
+    variables = f"export STRETTO_SERVERS=1@{meeting} STRETTO_SECRET_FILE=job.secret"
+    done = preloaded.shell(f"{serve} & server=$!; {variables}; {jobs}; kill $server; wait $server; echo $?", folder=tmp_path)
+    assert done.stdout.count("trained with [2]") == 4, done.stderr
+    assert done.stderr.count("server 0 of 1 has ended: all workers have left") == 2
+    assert done.stdout.endswith("143\n"), "SIGTERM ends a server that waits"
 
 
 @pytest.mark.processes

@@ -173,6 +173,17 @@ def test_a_bad_push_is_refused_and_changes_nothing(pushed: Any, options: Any, sc
     assert state.export() == before
 
 
+def test_without_an_optimizer_what_is_assigned_takes_the_place_of_the_old_and_readers_keep_theirs() -> None:
+    state = RangeState(torch.arange(3.0), None)
+    before = state.value()
+    state.apply(np.full(3, 7, np.float32), {"assign": True})
+    state.apply(np.ones(3, np.float32), {"assign": False})
+    assert np.frombuffer(state.value(), np.float32).tolist() == [8, 8, 8]
+    assert np.frombuffer(before, np.float32).tolist() == [0, 1, 2]
+    with pytest.raises(MalformedPayload, match="has assign, a flag, and no others"):
+        state.apply(np.ones(3, np.float32), {"assign": 2.0})
+
+
 def test_options_without_an_optimizer_are_refused() -> None:
     with pytest.raises(MalformedPayload, match="without an optimizer"):
         RangeState(start(4), None).apply(gradient(0, 4), {"lr": 0.1})
