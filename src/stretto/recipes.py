@@ -15,6 +15,7 @@ from stretto.compress.codec import Compression
 from stretto.compress.demo import DeMo
 from stretto.compress.dgc import DGC
 from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.none import NoCompression
 from stretto.compress.one_bit_adam import OneBitAdam
 from stretto.compress.power_sgd import PowerSGD
 from stretto.compress.qsgd import QSGD
@@ -160,6 +161,16 @@ def demo(*, k: int = 32, chunk: int = 64, decay: float = 0.999) -> Strategy:
     return Strategy(compress=DeMo(k, chunk, decay))
 
 
+def byteps(*, shards: int | None = None, compress: Compression | None = None) -> Strategy:
+    """BytePS: servers that sum, each worker steps; `compress`, with error feedback, on the way there and on the way back.
+
+    Reference: Jiang et al., OSDI 2020; Zhong et al., "Compressed communication for distributed training: adaptive methods and
+    system", arXiv:2105.07829, for both ways. Departs from it: parts of the model leave as backward completes them, not by
+    priority (`bytescheduler(servers=...)` does that), and are of 1 MiB or less.
+    """
+    return Strategy(aggregate=ParameterServer(shards), compress=NoCompression() if compress is None else compress)
+
+
 def downpour(*, shards: int | None = None) -> Strategy:
     """Downpour SGD: servers apply each gradient when it arrives, and nobody waits for anybody.
 
@@ -223,6 +234,6 @@ def by_name() -> dict[str, Callable[..., Strategy]]:
     """Every recipe of this module."""
     every = (
         ddp, data_parallel, horovod, mg_wfbp, p3, bytescheduler, tictac, caramel, power_sgd, dgc, one_bit_adam, qsgd, terngrad,
-        signsgd_vote, demo, downpour, ssp, softsync, backup_workers, mxnet_mpi, hogwild,
+        signsgd_vote, demo, byteps, downpour, ssp, softsync, backup_workers, mxnet_mpi, hogwild,
     )  # fmt: skip
     return {recipe.__name__: recipe for recipe in every}

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from aggregate.parameter_server.test_training import kill_server, mlp, started, take_step, trained, weights
+from aggregate.parameter_server.test_training import batch, kill_server, mlp, started, take_step, trained, weights
 from engine.worker import remembered
 from stretto.aggregate.parameter_server import ParameterServer
 from stretto.aggregate.parameter_server.messages import PushGradient, ValuesPulled
 from stretto.aggregate.parameter_server.server import ServerMachine
 from stretto.compress.codec import Codec, Compression
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
+from stretto.compress.float16 import Float16
 from stretto.compress.int8 import Int8
 from stretto.compress.layout import Layout
 from stretto.compress.one_bit import OneBit
@@ -28,6 +30,7 @@ from stretto.errors import BackwardFailed
 from stretto.job import Job
 from stretto.schedule.priority import Priority
 from stretto.strategy import Strategy
+from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.testing import run_jobs
 
 FEEDBACK = ErrorFeedback(Sign(block=64))
@@ -88,6 +91,56 @@ def test_across_the_barrier_weights_are_the_same_bits() -> None:
     plain = run_jobs(2, program, on_servers(FEEDBACK))
     crossing = run_jobs(2, program, on_servers(FEEDBACK, schedule=Priority(partition=4096, credit=8192)))
     assert all(torch.equal(a, b) for run in crossing for a, b in zip(run, plain[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        on_servers(FEEDBACK),
+        on_servers(FEEDBACK, sync=StaleSynchronous(0)),
+        on_servers(Float16(), sync=StaleSynchronous(0)),
+    ],
+    ids=["sums", "steps", "steps in 16 bits"],
+)
+def test_distributing_anew_in_mid_training_changes_nothing(strategy: Strategy) -> None:
+    def program(job: Job, anew: bool) -> list[Tensor]:
+        model, optimizer = started(job, strategy)
+        for step in range(6):
+            if anew and step == 3:
+                distribute(model, optimizer, strategy, job=job)
+            take_step(job, model, optimizer, step)
+        return weights(model)
+
+    without, anew = run_jobs(3, program, False), run_jobs(3, program, True)
+    assert all(torch.equal(a, b) for run in anew for a, b in zip(run, without[0], strict=True))
+
+
+@pytest.mark.parametrize("there_and_back", [False, True])
+def test_what_is_left_over_goes_along_between_servers_and_all_reduce(there_and_back: bool) -> None:
+    """Nothing of it is lost, by a mean over workers."""
+    strategies = (Strategy(compress=FEEDBACK), on_servers(FEEDBACK))
+    first, second = strategies if there_and_back else strategies[::-1]
+
+    def program(job: Job) -> tuple[Tensor, Tensor]:
+        model, optimizer = started(job, first)
+        given = _flat({name: torch.zeros(p.shape) for name, p in model.named_parameters()})
+        heard = given.clone()
+        for step in range(8):
+            if step == 4:
+                distribute(model, optimizer, second, job=job)
+            loss = model(batch(job, step)).square().mean()
+            given += _flat(dict(enumerate(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))))
+            loss.backward()
+            heard += _flat({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            engine_of(model).before_step(engine_of(model).loop.optimizers[0])
+            model.zero_grad()
+        own = remembered(model).own
+        left = [own[n][RESIDUAL] + job.world_size * own[n].get(SERVER, torch.zeros(p.shape)) for n, p in model.named_parameters()]
+        return given - heard, torch.cat([each.flatten() for each in left])
+
+    results = run_jobs(3, program)
+    missing, left = (torch.stack([result[index] for result in results]).mean(0) for index in (0, 1))
+    assert torch.allclose(missing, left, atol=1e-5) and float(left.abs().max()) > 1e-4
 
 
 def test_a_round_whose_backward_failed_leaves_no_trace() -> None:
@@ -162,5 +215,5 @@ def test_of_parameters_that_nobody_uses_in_a_round_nothing_is_said_and_nothing_i
     assert torch.allclose(results[0][1] + left, given, atol=1e-5) and float(left.abs().max()) > 1e-4
 
 
-def _flat(tensors: dict[str, Tensor]) -> Tensor:
+def _flat(tensors: Mapping[Any, Tensor]) -> Tensor:
     return torch.cat([each.flatten() for each in tensors.values()])

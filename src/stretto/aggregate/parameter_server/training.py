@@ -176,13 +176,18 @@ class SynchronousServers(SynchronousAllReduce):
         super().close()
         if self._network is not None and self._service is not None and not self._job.closed:
             self._network.end(self._service)
-            self._service = None
+            self._service = self._encoded = None
 
     # -- what servers have left over ----------------------------------------------------------------------------------
 
     def state(self) -> TrainingState:
         state = super().state()
         return state if self._job.rank else state._replace(own=_with_left_over(state.own, self._ask_left_over()))
+
+    def before_release(self) -> None:
+        super().before_release()
+        if self._job.rank == 0:
+            self._left_over = dict(self._ask_left_over())  # for `state`, once there is nobody to ask
 
     def _ask_left_over(self) -> Mapping[str, Tensor]:
         if self._encoded is None:
