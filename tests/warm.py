@@ -2,6 +2,7 @@
 
     bash ── python train.py ──────────▶ a fork runs train.py
          ── stretto run -n 2 train.py ▶ a fork is the launcher ── its supervisor, a fork ── workers: forks that run train.py
+                                        a worker's servers: their keepers are real, and they are forks
 
 A fork takes the place of `exec` and of nothing else: the launcher, the supervisor and the workers are the processes that they
 always are, with their own pids, sessions, pipes, environments and exit codes. Only `python [-u] SCRIPT` is run so; any other
@@ -32,6 +33,7 @@ from typing import Any, NoReturn
 import torch
 
 from stretto import cli
+from stretto.aggregate.parameter_server import process as parameter_server
 from stretto.launching import processes, supervisor
 
 PR_SET_PDEATHSIG = 1
@@ -128,8 +130,16 @@ def torchrun(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
+def server(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    take_environment(environ)
+    sys.stdin = open(0)  # noqa: SIM115  # what was here before has read ahead
+    sys.argv = ["server", *arguments]
+    return parameter_server.main()
+
+
 programs = {"python": python, "stretto": stretto, "torchrun": torchrun}
 MODULES = {"stretto": stretto, "torch.distributed.run": torchrun}  # as in `warm_client.py`
+MODULES["stretto.aggregate.parameter_server.process"] = server
 
 
 def take_environment(environ: Mapping[str, str]) -> None:

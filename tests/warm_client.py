@@ -14,7 +14,11 @@ import sys
 path, *arguments = sys.argv
 name = os.path.basename(path)
 script = arguments[1:] if arguments[:1] == ["-u"] else arguments
-is_module = script[:1] == ["-m"] and script[1] in ("stretto", "torch.distributed.run")
+is_module = script[:1] == ["-m"] and script[1] in (
+    "stretto",
+    "torch.distributed.run",
+    "stretto.aggregate.parameter_server.process",
+)
 if name == "python" and not is_module and (not script or script[0].startswith("-")):
     python = os.environ["REAL_PYTHON"]
     os.execv(python, [python, *arguments])

@@ -336,16 +336,17 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
     return job
 
 
-def meet(launch: Launch, timeouts: Timeouts) -> TcpWire | ZeroMQWire:
-    """Introduced and connected to all others of a job, whose coordinator has done its work then."""
-    wire = make_wire(launch, timeouts, "auto")
+def meet(launch: Launch, timeouts: Timeouts, *, accept_later: bool = False) -> TcpWire | ZeroMQWire:
+    """Introduced and connected to all others of a job, whose coordinator has done its work then, unless some may come later."""
+    wire = make_wire(launch, timeouts, "auto", accept_later=accept_later)
     try:
         table = introduce(launch, wire.address, timeouts)
         wire.connect(table.peers, table.nonce)
     except BaseException:
         wire.abandon()
         raise
-    farewell(launch)
+    if not accept_later:
+        farewell(launch)
     return wire
 
 
@@ -358,11 +359,11 @@ def _end(communication: CommunicationThread, timeouts: Timeouts, *, goodbye: boo
         wire.abandon()
 
 
-def make_wire(launch: Launch, timeouts: Timeouts, wire: WireName) -> TcpWire | ZeroMQWire:
+def make_wire(launch: Launch, timeouts: Timeouts, wire: WireName, *, accept_later: bool = False) -> TcpWire | ZeroMQWire:
     """Encrypted: ZeroMQ. Plain: TCP, unless ZeroMQ is asked for."""
     assert launch.secret is not None
     host, _ = local_address(launch)
-    common: dict[str, Any] = {"secret": launch.secret, "bind": host, "timeouts": timeouts}
+    common: dict[str, Any] = {"secret": launch.secret, "bind": host, "timeouts": timeouts, "accept_later": accept_later}
     if launch.encrypt or wire == "zeromq":
         return ZeroMQWire(launch.rank, launch.world_size, **common)
     return TcpWire(launch.rank, launch.world_size, write_in_thread=_processors_to_spare(launch), **common)

@@ -251,15 +251,15 @@ def test_an_address_nobody_listens_at_is_an_unreachable_error_on_every_worker() 
 
 def test_a_worker_hears_why_the_job_failed_from_a_coordinator_that_has_ended_since(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was said last must be there although the connection it came over is gone: slow workers read it late."""
-    visit, joined = introduce_module._Visit, threading.local()
+    visit, joined = introduce_module.Visit, threading.local()
     read, tell = visit.next, visit.send
     with coordinator(2) as (process, address), a_dead_port() as dead:
 
-        def tell_and_remember(self: introduce_module._Visit, message: FromWorker) -> None:
+        def tell_and_remember(self: introduce_module.Visit, message: FromWorker) -> None:
             tell(self, message)
             joined.here = True
 
-        def read_late(self: introduce_module._Visit, timeout_s: float) -> FromCoordinator | int | None:
+        def read_late(self: introduce_module.Visit, timeout_s: float) -> FromCoordinator | int | None:
             if getattr(joined, "here", False):
                 assert process.wait(50) == 1
             return read(self, timeout_s)

@@ -275,3 +275,24 @@ def test_in_virtual_time_a_rank_dies_and_comes_back_and_nothing_of_old_arrives(s
     for views, arrived, _ in results[:2]:
         assert views == [([], [2], 1), ([2], [], 2)] and arrived == [b"fresh"]
     assert run() == (digest, results)
+
+
+@pytest.mark.parametrize("contract", [OpenTcp(), TestZeroMQLetsMembersComeAndGo()], ids=["tcp", "zeromq"])
+def test_a_newcomer_learns_its_life_when_it_connects_and_does_without_members_that_are_dead(contract: SocketMembers) -> None:
+    with contract.make_world(3) as wires:
+        members = [Member(wire) for wire in wires]
+        dead, peers = peer_of(wires[2]), [peer_of(wire) for wire in wires if isinstance(wire, FramedWire)]  # type: ignore[arg-type]
+        wires[2].abandon()
+        in_turns(*members[:2], until=lambda: all(2 in wire.lost for wire in wires[:2]), what="the death")
+        newcomer = contract.newcomer(wires, 3, 0)
+        assert isinstance(newcomer, FramedWire)
+        mine = Peer(3, 3, "here", newcomer.address, os.getpid(), generation=7)
+        for wire in wires[:2]:
+            wire.admit(mine)
+        joining = threading.Thread(target=newcomer.connect, args=([*peers, mine], NONCE), daemon=True)
+        joining.start()
+        in_turns(*members[:2], until=lambda: not joining.is_alive(), what="the newcomer")
+        assert newcomer.lost.keys() == {dead.rank} and newcomer.joined_in(3) == 7
+        assert [wire.joined_in(3) for wire in wires[:2]] == [7, 7]
+        exchange(*members[:2], Member(newcomer), number=1)
+        contract.close_all([*members[:2], Member(newcomer)])

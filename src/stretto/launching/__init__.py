@@ -6,7 +6,8 @@
                    program listens where no coordinator answers
     coordinator    the process that introduces workers; membership is its protocol, a `protocol.machine.Machine`, with
                    introduction_messages (what is said) and peers (a worker as the others know it);
-                   coordinator_process is how others start it, ended how launchers tell it whose process is gone
+                   coordinator_process is how others start it, ended how launchers tell it whose process is gone;
+                   lasting_membership is one to which members come back, and return_watch how the others hear of it
     secret, zap    one secret per job, the keys made from it, and the handler that refuses whoever does not know it;
                    refusals tells who was turned away, doorstep bounds how many may try at once, monitor reads ZeroMQ's
                    reports about both

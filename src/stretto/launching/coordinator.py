@@ -1,9 +1,12 @@
 """The coordinator: the process at the rendezvous that introduces workers to each other.
 
     python -m stretto.launching.coordinator --bind HOST:PORT --world-size N --ready-fd FD [--encrypted] [--die-with-parent PID]
+        [--lasting | --lasting-without-parent]
 
 It writes where it listens to the descriptor --ready-fd. --encrypted says what this job's workers do with their own traffic: a
-worker that would do otherwise is refused. What is said here, between workers and coordinator, is always encrypted.
+worker that would do otherwise is refused. --lasting lets members that have died come back (`lasting_membership.py`); without
+parent it outlives the process that has started it once the job has formed, and ends when no member watches any more. What is said
+here, between workers and coordinator, is always encrypted.
 
 It drives `Membership` over one ZeroMQ ROUTER and checks, by a plain TCP connection, that every published address
 answers before the table goes out. It is not on the data path: once the table is out, training survives its death. It
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import enum
 import errno
 import logging
 import math
@@ -53,6 +57,7 @@ from stretto.launching.introduction_messages import (
     Refused,
     Why,
 )
+from stretto.launching.lasting_membership import LONELY_S, LastingMembership
 from stretto.launching.membership import Membership
 from stretto.launching.refusals import RefusalMonitor
 from stretto.launching.supervisor import PR_SET_PDEATHSIG, prctl
@@ -76,9 +81,8 @@ class Coordinator:
     """Membership with a socket. `serve` blocks until the job is over; everything happens in the calling thread, except
     the TCP checks, which wait in threads of their own."""
 
-    def __init__(self, bind: str, world_size: int, secret: bytes, encrypted: bool) -> None:
-        nonce = os.urandom(NONCE_BYTES)
-        self.membership = Membership(world_size, host_identity(), encrypted=encrypted, nonce=nonce)
+    def __init__(self, bind: str, world_size: int, secret: bytes, encrypted: bool, membership: Membership | None = None) -> None:
+        self.membership = membership or make_membership(world_size, encrypted, Lasting.NO)
         self._reader = HeaderReader(self.membership)
         self._timers: Timers[str] = Timers()
         self._warned_of: set[Why] = set()
@@ -118,7 +122,7 @@ class Coordinator:
         poller = zmq.Poller()
         for source in (self._router, self._door.socket, self._refusals.socket, self._wake_in.fileno()):
             poller.register(source, zmq.POLLIN)
-        while not self.membership.finished and not orphaned():
+        while not self.membership.finished and not (self.membership.needs_parent and orphaned()):
             patience_s = min(TICK_S, max(0.0, self._timers.next_at() - time.monotonic()))
             ready = dict(poller.poll(math.ceil(patience_s * 1000)))
             if self._door.socket in ready:
@@ -210,6 +214,22 @@ class Coordinator:
             self._tell(CHECKER, checked)
 
 
+class Lasting(enum.Enum):
+    """Whether a membership goes on when the job has formed."""
+
+    NO = enum.auto()
+    YES = enum.auto()
+    WITHOUT_PARENT = enum.auto()
+
+
+def make_membership(world_size: int, encrypted: bool, lasting: Lasting) -> Membership:
+    host, nonce = host_identity(), os.urandom(NONCE_BYTES)
+    if lasting is Lasting.NO:
+        return Membership(world_size, host, encrypted=encrypted, nonce=nonce)
+    lonely_s = LONELY_S if lasting is Lasting.WITHOUT_PARENT else None
+    return LastingMembership(world_size, host, encrypted=encrypted, nonce=nonce, lonely_s=lonely_s)
+
+
 def _affordable(connections: int) -> int:
     """As many of these connections as leave half of this process's descriptors for everything else."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -249,7 +269,11 @@ def main() -> int:
     _raise_descriptor_limit()
     try:
         secret = secrets.parse(os.environ.get("STRETTO_SECRET", ""), "STRETTO_SECRET")
-        coordinator = open_coordinator(options.bind, options.world_size, secret, options.encrypted)
+        if options.lasting_without_parent:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, whom it follows
+        lasting = Lasting.WITHOUT_PARENT if options.lasting_without_parent else Lasting.YES if options.lasting else Lasting.NO
+        membership = make_membership(options.world_size, options.encrypted, lasting)
+        coordinator = open_coordinator(options.bind, options.world_size, secret, options.encrypted, membership)
     except JobError as error:
         print(f"stretto coordinator: {error}", file=sys.stderr)
         return 1
@@ -271,10 +295,12 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def open_coordinator(bind: str, world_size: int, secret: bytes, encrypted: bool) -> Coordinator:
+def open_coordinator(
+    bind: str, world_size: int, secret: bytes, encrypted: bool, membership: Membership | None = None
+) -> Coordinator:
     """A listening coordinator, or a `JobError` that says what to do about the address."""
     try:
-        return Coordinator(bind, world_size, secret, encrypted)
+        return Coordinator(bind, world_size, secret, encrypted, membership)
     except SecretError:
         raise
     except (OSError, zmq.ZMQError) as error:
@@ -310,6 +336,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--encrypted", action="store_true")
     parser.add_argument("--die-with-parent", type=int)
+    parser.add_argument("--lasting", action="store_true")
+    parser.add_argument("--lasting-without-parent", action="store_true")
     return parser
 
 

@@ -14,7 +14,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stretto.errors import RendezvousError
@@ -22,7 +22,9 @@ from stretto.errors import RendezvousError
 SOURCE = str(Path(__file__).resolve().parents[2])
 
 
-def argv(bind: str, world_size: int, ready_fd: int, *, encrypted: bool, parent: int | None = None) -> list[str]:
+def argv(
+    bind: str, world_size: int, ready_fd: int, *, encrypted: bool, parent: int | None = None, options: Sequence[str] = ()
+) -> list[str]:
     """With `parent` the kernel ends the coordinator when the *thread* of that process that started it ends."""
     return [
         sys.executable, "-m", "stretto.launching.coordinator",
@@ -31,6 +33,7 @@ def argv(bind: str, world_size: int, ready_fd: int, *, encrypted: bool, parent: 
         "--ready-fd", str(ready_fd),
         *(["--encrypted"] if encrypted else []),
         *([] if parent is None else ["--die-with-parent", str(parent)]),
+        *options,
     ]  # fmt: skip
 
 
@@ -56,12 +59,13 @@ def start(
     parent: int | None = None,
     stderr: int | None = None,
     new_session: bool = False,
+    options: Sequence[str] = (),
 ) -> tuple[subprocess.Popen[bytes], str]:
     """A coordinator that listens, and where. `RendezvousError` if it does not by the deadline; it is gone then."""
     ready, told = os.pipe()
     try:
         process = subprocess.Popen(
-            argv(bind, world_size, told, encrypted=encrypted, parent=parent),
+            argv(bind, world_size, told, encrypted=encrypted, parent=parent, options=options),
             env=environment(secret, environ),
             stdin=subprocess.DEVNULL,
             stderr=stderr,

@@ -84,7 +84,7 @@ def introduce(launch: Launch, address: str, timeouts: Timeouts) -> Table:
     if launch.world_size == 1:
         return Table([Peer(launch.rank, launch.local_rank, host_identity(), address, os.getpid(), pid_namespace())], b"")
     deadline = time.monotonic() + timeouts.meet_s
-    with _visit(launch, deadline) as visit:
+    with visiting(launch, deadline) as visit:
         table = _Introduction(launch, address, timeouts, visit, deadline).run()
     forget_secret(launch)
     return table
@@ -114,7 +114,7 @@ def report_ended(launch: Launch, ended: Sequence[Ended]) -> None:
 
 def _say_in_passing(launch: Launch, messages: Sequence[FromWorker]) -> None:
     deadline = time.monotonic() + GOODBYE_S
-    with contextlib.suppress(JobError, zmq.ZMQError), _visit(launch, deadline) as visit:
+    with contextlib.suppress(JobError, zmq.ZMQError), visiting(launch, deadline) as visit:
         while (remaining := deadline - time.monotonic()) > 0:
             event = visit.next(remaining)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -130,9 +130,9 @@ class _Introduction:
     """One attempt to get the table: sends Join on every connection, asks who is missing, and keeps the user
     informed."""
 
-    def __init__(self, launch: Launch, address: str, timeouts: Timeouts, visit: _Visit, deadline: float) -> None:
+    def __init__(self, launch: Launch, address: str, timeouts: Timeouts, visit: Visit, deadline: float) -> None:
         self.launch = launch
-        self.rendezvous = launch.rendezvous or ""  # _visit insists on it
+        self.rendezvous = launch.rendezvous or ""  # `visiting` insists on it
         self.visit = visit
         self.deadline = deadline
         self.meet_s = timeouts.meet_s
@@ -285,7 +285,7 @@ class _Introduction:
 
 
 @dataclass(slots=True)
-class _Visit:
+class Visit:
     """One connection to the coordinator, and what happens to it."""
 
     context: zmq.Context[zmq.Socket[bytes]]
@@ -331,7 +331,7 @@ class _Visit:
 
 
 @contextlib.contextmanager
-def _visit(launch: Launch, deadline: float) -> Iterator[_Visit]:
+def visiting(launch: Launch, deadline: float) -> Iterator[Visit]:
     """Connect in the background; everything is closed on the way out, after at most `linger_s` for what is unsent."""
     if launch.rendezvous is None or launch.secret is None:
         raise JobError(
@@ -354,7 +354,7 @@ def _visit(launch: Launch, deadline: float) -> Iterator[_Visit]:
     poller = zmq.Poller()
     poller.register(dealer, zmq.POLLIN)
     poller.register(monitor, zmq.POLLIN)
-    visit = _Visit(context, dealer, monitor, poller, msgspec.msgpack.Decoder(FromCoordinator), endpoint)
+    visit = Visit(context, dealer, monitor, poller, msgspec.msgpack.Decoder(FromCoordinator), endpoint)
     try:
         dealer.connect(endpoint)
         yield visit

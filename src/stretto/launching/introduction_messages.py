@@ -1,8 +1,9 @@
 """What is said while workers are introduced to each other.
 
-    worker -> coordinator      Join, Ask, Leave
+    worker -> coordinator      Join, Ask, Leave, WatchReturns (who comes later?)
     launcher -> coordinator    Ended (a worker that the others need not wait for)
-    coordinator -> worker      Waiting (who is missing), Table (everybody: the job is formed), Refused (why not)
+    coordinator -> worker      Waiting (who is missing), Table (everybody: the job is formed), Refused (why not),
+                               News (who has come back)
     coordinator <-> CHECKER    Check (does that address answer?), Checked
     DOOR -> coordinator        Refusal (somebody was turned away)
 
@@ -69,6 +70,13 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", forbid_unknown_fields=True
     how: str  # "exited with code 0"
 
 
+class WatchReturns(msgspec.Struct, frozen=True, tag="watch", forbid_unknown_fields=True):
+    """I want to know who joins after this generation; said again and again, for as long as I do."""
+
+    rank: int
+    generation: int
+
+
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
     missing: list[int]
     refused: str = ""  # who was turned away meanwhile: perhaps one of the missing, with another secret
@@ -79,13 +87,17 @@ class Table(msgspec.Struct, frozen=True, tag="table"):
     nonce: bytes  # with the secret, this gives the keys of this job's wires (see `secret.py`)
 
 
+class News(msgspec.Struct, frozen=True, tag="news"):
+    peers: list[Peer]  # another life of each of these ranks has joined
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     kind: str  # "configuration", "job", "unreachable": which error the worker raises
     reason: str
 
 
-FromWorker = Join | Ask | Leave | Ended
-FromCoordinator = Waiting | Table | Refused
+FromWorker = Join | Ask | Leave | Ended | WatchReturns
+FromCoordinator = Waiting | Table | Refused | News
 
 
 class Check(msgspec.Struct, frozen=True, tag="check"):

@@ -46,12 +46,13 @@ class Phase(enum.Enum):
 
 
 @dataclass(slots=True)
-class _Member:
+class Member:
     sender: Node
     join: Join
     deadline: float
     answers: bool = False
     left: bool = False
+    generation: int = 0  # of its life, where ranks come back (`lasting_membership.py`)
 
     def __str__(self) -> str:
         return f"pid {self.join.pid} on host {host_name(self.join.host)} ({self.join.address})"
@@ -69,7 +70,7 @@ class Membership(Machine):
         self._nonce = nonce
         self.phase = Phase.FORMING
         self._host = host
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, Member] = {}
         self._ended: dict[int, Ended] = {}  # processes that ended without joining
         self._failure = Refused("job", "")
         self._lingered = False
@@ -112,6 +113,8 @@ class Membership(Machine):
         if self.phase is Phase.FORMING:
             self._forget_former_attempt(message)
             member = self._members.get(message.rank)
+        elif self.phase is Phase.FORMED and member is not None and self._may_come_back(member, message):
+            return self._come_back(sender, message)
         elif member is not None and message.restart > member.join.restart:
             # It belongs to the next attempt, whose coordinator will stand at this address once this one has ended.
             return [SendMessage(sender, Waiting([rank for rank in range(self.world_size) if rank != message.rank]))]
@@ -120,7 +123,14 @@ class Membership(Machine):
             return [SendMessage(sender, self._failure)]
         if member is not None:
             return [SendMessage(sender, _rank_taken(message, member))]
-        return self._admit(_Member(sender, message, deadline=now + message.patience_s), now)
+        return self._admit(Member(sender, message, deadline=now + message.patience_s), now)
+
+    def _may_come_back(self, member: Member, message: Join) -> bool:
+        """Whether this is another life of a member of a job that has formed."""
+        return False
+
+    def _come_back(self, sender: Node, message: Join) -> Actions:
+        raise AssertionError("here nobody comes back")
 
     def _ask(self, sender: Node, message: Ask) -> Actions:
         member = self._members.get(message.rank)
@@ -224,9 +234,14 @@ class Membership(Machine):
             return len(gone | self._told) == self.world_size or self._lingered
         return False
 
+    @property
+    def needs_parent(self) -> bool:
+        """Whether nobody has any use for this without the process that has started the coordinator."""
+        return True
+
     # Transitions
 
-    def _admit(self, member: _Member, now: float) -> Actions:
+    def _admit(self, member: Member, now: float) -> Actions:
         message = member.join
         self._members[message.rank] = member
         stranded = self._stranded_on_loopback()
@@ -271,7 +286,7 @@ class Membership(Machine):
         self._told.update(member.join.rank for member in waiting)
         return [*(SendMessage(member.sender, self._failure) for member in waiting), SetTimer("linger", LINGER_S)]
 
-    def _status(self, member: _Member) -> Actions:
+    def _status(self, member: Member) -> Actions:
         if self.phase is Phase.FORMED:
             return [SendMessage(member.sender, self._table())]
         if self.phase is Phase.FAILED:
@@ -282,9 +297,14 @@ class Membership(Machine):
         return Waiting(self.missing, self.refusals)
 
     def _table(self) -> Table:
-        joins = [self._members[rank].join for rank in range(self.world_size)]
-        peers = [Peer(join.rank, join.local_rank, join.host, join.address, join.pid, join.pid_namespace) for join in joins]
-        return Table(peers, self._nonce)
+        return Table(self._peers(), self._nonce)
+
+    def _peers(self) -> list[Peer]:
+        members = [self._members[rank] for rank in range(self.world_size)]
+        return [
+            Peer(join.rank, join.local_rank, join.host, join.address, join.pid, join.pid_namespace, generation)
+            for join, generation in ((member.join, member.generation) for member in members)
+        ]
 
     # Rules
 
@@ -358,7 +378,7 @@ def _problem_with_address(who: str, address: str) -> Refused | None:
     return Refused("configuration", f"{who} published the address {address!r}: {why}. Publish IP:PORT of a bound port.")
 
 
-def _rank_taken(message: Join, member: _Member) -> Refused:
+def _rank_taken(message: Join, member: Member) -> Refused:
     rank = message.rank
     state = "has already left the job" if member.left else "is in the job"
     return Refused(

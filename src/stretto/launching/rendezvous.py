@@ -306,8 +306,19 @@ def _poll(attempt: Callable[[], T | None], deadline: float) -> T | None:
 # The coordinator as a child
 
 
-def start_coordinator(bind: str, world_size: int, secret: bytes, encrypted: bool, deadline: float) -> str:
-    """Start the coordinator as a child of this process and return the address at which it listens."""
+def start_coordinator(
+    bind: str, world_size: int, secret: bytes, encrypted: bool, deadline: float, *, outlives: bool = False
+) -> str:
+    """Start the coordinator as a child of this process and return the address at which it listens.
+
+    `outlives`: it goes on when this process dies, for as long as somebody watches (`lasting_membership.py`)."""
+    if outlives:
+        process, address = coordinator_process.start(
+            bind, world_size, secret, os.environ, encrypted=encrypted, deadline=deadline,
+            options=["--lasting-without-parent"],
+        )  # fmt: skip
+        threading.Thread(target=process.wait, name="stretto-coordinator", daemon=True).start()
+        return address
     # Linux sends the death signal when the *thread* that made the child ends; other threads rely on the child's own look.
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
     process, address = coordinator_process.start(

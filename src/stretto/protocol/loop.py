@@ -68,6 +68,7 @@ class Running:
         self.replies: dict[int, Future[Any]] = {}  # by ticket
         self.num_tickets = 0
         self.begun = False
+        self.joined: list[int] = []  # ranks, before it began
         self.error: StrettoError | None = None
         self._loop = loop
 
@@ -176,6 +177,9 @@ class Loop:
     def _begin(self, running: Running, credit_bytes: int) -> None:
         running.begun = True
         self._run(running, running.machine.on_start)
+        for rank in running.joined:
+            if rank not in self._left:
+                self._run(running, partial(self._view_of, running.machine, [rank], []))
         if self._left:
             self._run(running, partial(self._view_of, running.machine, [], sorted(self._left)))
         try:
@@ -199,11 +203,14 @@ class Loop:
         left = [rank for rank in left if rank not in self._left]
         self._left = (self._left | set(left)) - set(joined)
         for running in list(self._running.values()) if joined or left else ():
-            if running.begun:
+            if not running.begun:
+                running.joined += joined
+            else:
                 self._run(running, partial(self._view_of, running.machine, joined, left))
 
     def _view_of(self, machine: Machine, joined: list[int], left: list[int], now: float) -> Actions:
-        return machine.on_view(now, joined, left, self._wire.generation)
+        generation = max(map(self._wire.joined_in, joined), default=self._wire.generation)  # of that life, not of the view
+        return machine.on_view(now, joined, left, generation)
 
     def _make_call(self, action: Callable[[Future[Any]], None], future: Future[Any]) -> None:
         try:

@@ -63,7 +63,7 @@ class Door:
 
     def __init__(self, ours: Life, host: str, port: int, *, limit: int, notify: Callable[[], None] = lambda: None) -> None:
         self.arrived: queue.SimpleQueue[tuple[Life, socket.socket]] = queue.SimpleQueue()
-        self._ours = ours
+        self.ours = ours  # which life of this rank is wanted here; until `open`, it may turn out to be another one
         self._rank = ours.rank
         self._notify = notify
         self._limit = limit
@@ -170,7 +170,7 @@ class Door:
 
     def _admit(self, connection: socket.socket, address: object) -> None:
         connection.setblocking(False)
-        visitor = _Visitor(connection, address, Acceptor(self._ours), time.monotonic())
+        visitor = _Visitor(connection, address, Acceptor(self.ours), time.monotonic())
         self._visitors[connection.fileno()] = visitor
         self._selector.register(connection, selectors.EVENT_READ)
         if len(self._visitors) > self._limit:

@@ -36,6 +36,8 @@ RETIRED = 1  # `channel` of a goodbye to a member that is retired; `sequence` is
 TOPIC_HELLO = 0
 TOPIC_FAREWELL = 3
 
+NEWCOMERS_PATIENCE_S = 3.0  # for each peer to answer it: one that is stopped for longer is lost to it
+
 log = logging.getLogger("stretto.wire")
 
 
@@ -147,7 +149,8 @@ class FramedWire(MailboxWire[ArrivedFrame]):
     @abstractmethod
     def connect(self, peers: Sequence[Peer], nonce: bytes) -> None:
         """Connect to every peer and exchange greetings; returns when all have answered. The port is closed then, unless others
-        may come later (`accept_later`). A worker that joins a running job calls it too, and waits until all have admitted it.
+        may come later (`accept_later`). A worker that joins a running job calls it too, and waits until all have admitted it;
+        those that do not answer are lost to it, and it is an error if nobody does.
 
         `nonce` is the same for all workers of one job, and of no other: with the secret it gives the job's keys.
         """
@@ -301,6 +304,8 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         """Note who is in the job; returns this worker's own entry."""
         mine = self._mine = next(peer for peer in peers if peer.rank == self.rank)
         self._lives = {peer.rank: peer.generation for peer in peers if peer is not mine}
+        self._born, self.generation = mine.generation, max(peer.generation for peer in peers)
+        self._door.ours = Life(self.rank, self._born)
         self._sharing.look_around(peers, mine)
         return mine
 
@@ -335,10 +340,28 @@ class FramedWire(MailboxWire[ArrivedFrame]):
         self._absent.discard(rank)
         self._waiting_for_farewell.discard(rank)
 
+    @property
+    def _is_newcomer(self) -> bool:
+        """This worker joins a job that runs. Whom it cannot reach has most likely died, and the others know it."""
+        return self._born > 0
+
+    def _note_absence(self, rank: int, why: str) -> None:
+        """To a newcomer, a peer that does not answer is lost."""
+        log.info("rank %d joins without rank %d: %s", self.rank, rank, why)
+        self._absent.add(rank)
+        self.lost[rank] = PeerLost(rank, why)
+
+    def _check_not_alone(self) -> None:
+        """A newcomer whom nobody lets in has not joined."""
+        if self._is_newcomer and self._lives and self.lost.keys() >= self._lives.keys():
+            raise next(iter(self.lost.values()))
+
     # -- peers that go ------------------------------------------------------------------------------------------------
 
     def _raise_if_lost(self) -> None:
         """While the job is being formed. A peer that was here and has already left in order is no reason to fail."""
+        if self._is_newcomer:
+            return
         for rank, error in self.lost.items():
             if rank not in self._left:
                 raise error

@@ -16,13 +16,13 @@ import threading
 from collections.abc import Sequence
 from typing import Unpack
 
-from stretto.errors import SecretError
+from stretto.errors import PeerLost, SecretError, UnreachableError
 from stretto.launching.hosts import split_address
 from stretto.launching.peers import Peer
 from stretto.launching.secret import job_secret
 from stretto.wire.awaited import TRY_EVERY_S
 from stretto.wire.door import HANDSHAKE_S, MAX_STRANGERS, can_hide
-from stretto.wire.framed import TOPIC_HELLO, FramedWire, WireSettings
+from stretto.wire.framed import NEWCOMERS_PATIENCE_S, TOPIC_HELLO, FramedWire, WireSettings
 from stretto.wire.handshake import Life, handshake_key, introduce_ourselves
 from stretto.wire.pulse import Acquaintance, Pulse
 from stretto.wire.tcp_connection import TcpConnection
@@ -50,13 +50,26 @@ class TcpMeeting(FramedWire):
         try:
             for peer in peers:
                 if _seniority(peer) < _seniority(mine):
-                    self._adopt(peer, mine, self._dial(peer, handshake_key(secret), deadline))
+                    self._connect_one(peer, mine, handshake_key(secret), deadline)
             self._await_juniors(peers, mine, deadline)
             self._greet(peers, mine, secret, deadline)
         finally:
             if not self._accept_later:
                 self._door.close()
+        self._check_not_alone()
         self._announce_services()
+
+    def _connect_one(self, peer: Peer, mine: Peer, key: bytes, deadline: float) -> None:
+        if self._is_newcomer:
+            deadline = min(deadline, self.now() + NEWCOMERS_PATIENCE_S)
+        try:
+            connection = self._dial(peer, key, deadline)
+        except (PeerLost, UnreachableError) as problem:
+            if not self._is_newcomer:
+                raise
+            self._note_absence(peer.rank, str(problem).splitlines()[0])
+        else:
+            self._adopt(peer, mine, connection)
 
     def _dial(self, peer: Peer, key: bytes, deadline: float) -> socket.socket:
         while True:
@@ -112,16 +125,23 @@ class TcpMeeting(FramedWire):
 
     def _greet(self, peers: Sequence[Peer], mine: Peer, secret: bytes, deadline: float) -> None:
         """Exchange greetings with everybody, and give a pulse to those that cannot be looked up in /proc."""
+        if self._is_newcomer:
+            deadline = min(deadline, self.now() + NEWCOMERS_PATIENCE_S)
         far = [connection.rank for connection in self._connections.values() if not connection.near]
         if far and can_hide():  # a second port that stays open would be one more for strangers to crowd
             host, _ = split_address(mine.address)
             self._pulse = Pulse(self.rank, host, secret, self.timeouts.silence_s)
         for rank in self._connections:
             self.post(rank, TOPIC_HELLO, self._pulse.greeting if self._pulse is not None and rank in far else b"")
-        while not all(connection.greeted for connection in self._connections.values()):
+        while not all(connection.greeted or connection.closed for connection in self._connections.values()):
             self._raise_if_lost()
             if self.now() > deadline:
-                raise self._awaited.unreachable([peer for peer in peers if peer.rank != self.rank], "no greeting came back")
+                silent = [peer for peer in peers if peer.rank in self._connections and not self._connections[peer.rank].greeted]
+                if not self._is_newcomer:
+                    raise self._awaited.unreachable(silent, "no greeting came back")
+                for peer in silent:
+                    self._lose(peer.rank, "it did not admit this newcomer in time")
+                break
             self.progress(0.2)
         if self._pulse is not None:
             known = [self._connections[rank] for rank in far if rank not in self.lost and self._connections[rank].greeting]

@@ -24,7 +24,7 @@ from typing import Unpack
 
 import zmq
 
-from stretto.errors import UnreachableError
+from stretto.errors import PeerLost, UnreachableError
 from stretto.launching.doorstep import Doorstep
 from stretto.launching.hosts import join_address, split_address
 from stretto.launching.monitor import open_monitor
@@ -34,7 +34,7 @@ from stretto.launching.zap import ZapHandler, secure_client, secure_server
 from stretto.wire import frames
 from stretto.wire.base import Handle
 from stretto.wire.door import HANDSHAKE_S, MAX_STRANGERS, hide
-from stretto.wire.framed import TOPIC_HELLO, Connection, FramedWire, WireSettings
+from stretto.wire.framed import NEWCOMERS_PATIENCE_S, TOPIC_HELLO, Connection, FramedWire, WireSettings
 from stretto.wire.frames import FrameKind
 from stretto.wire.zeromq_watch import EVENTS, LISTENER, LISTENER_EVENTS, Watcher
 
@@ -94,20 +94,30 @@ class ZeroMQMeeting(FramedWire):
     def connect(self, peers: Sequence[Peer], nonce: bytes) -> None:
         mine = self._meet_everybody(peers)
         self._job_secret = job_secret(self._secret, nonce)
-        deadline = self.now() + self.timeouts.connect_s
+        self._identity = IDENTITY.pack(self.rank, self._born, self._identity[-8:])
+        patience_s = self.timeouts.connect_s
+        deadline = self.now() + (min(patience_s, NEWCOMERS_PATIENCE_S) if self._is_newcomer else patience_s)
         listener = self._listen(self._job_secret)
         for peer in peers:
             if peer.rank != self.rank:
                 self._connect_one(peer, mine)
-        while not all(connection.complete for connection in self._connections.values()):
+        while missing := [each for each in self._connections.values() if not each.complete and each.rank not in self.lost]:
             self._raise_if_lost()
             # A peer hides its port when it has our connection, so only those may be tried that we are not connected to.
             apart = [peer for peer in peers if peer.rank != self.rank and not self._connections[peer.rank].connected]
-            self._awaited.try_one(apart, self.now())
-            if self.now() > deadline:
-                raise self._give_up_some(peers)
+            try:
+                self._awaited.try_one([peer for peer in apart if peer.rank not in self.lost], self.now())
+                if self.now() > deadline:
+                    raise self._give_up_some(peers)
+            except (PeerLost, UnreachableError) as problem:
+                if not self._is_newcomer:
+                    raise
+                gone = [problem.rank] if isinstance(problem, PeerLost) else [each.rank for each in missing]
+                for rank in gone:
+                    self._lose(rank, str(problem).splitlines()[0])
             self.progress(0.2)
         self._forming = False
+        self._check_not_alone()
         if not self._accept_later and not hide(listener):
             self._doorstep.limit = STRANGERS_LATER
         listener.close()

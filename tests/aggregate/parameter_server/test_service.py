@@ -12,16 +12,21 @@ from stretto.aggregate.parameter_server.client import ClientMachine, Fill, Pull,
 from stretto.aggregate.parameter_server.layout import ServedParameter
 from stretto.aggregate.parameter_server.server_record import RecordedServer
 from stretto.aggregate.parameter_server.service import (
+    AskServices,
     BeginService,
     EndService,
+    FindServices,
     ServedModel,
     ServiceBegun,
+    ServiceClient,
     ServiceHost,
+    ServicesAre,
     WorkerLeaves,
 )
 from stretto.aggregate.parameter_server.shard_optimizer import OptimizerSpec
 from stretto.aggregate.parameter_server.sync_spec import KNOWN, SyncSpec
 from stretto.errors import ConfigurationError
+from stretto.protocol.machine import Reply, SendMessage
 from stretto.strategy import ANSWERS
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.backup_workers import BackupWorkers
@@ -156,3 +161,66 @@ def test_the_values_that_are_served_are_stepped_by_the_optimizer_that_was_named(
                 if answer.to == 0:  # type: ignore[union-attr]
                     client.on_message(0.0, 9, answer.header, memoryview(bytes(answer.payload)))  # type: ignore[union-attr]
     assert np.frombuffer(found, np.float32).tolist() == [0.5, 1.0]
+
+
+class Latecomer(Host):
+    """A server that has died and comes back in generation 5, when server 8 is in its third life."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = ServiceHost(9, range(2), self._start, self._stop, self._alone, life=5, lives=lambda: {8: 3, 9: 5}, others=[8])
+
+
+def told(host: ServiceHost, source: int, header: Any, payload: bytes = b"") -> list[tuple[Any, Any, bytes]]:
+    actions = host.on_message(0.0, source, header, memoryview(payload))
+    return [(action.to, action.header, bytes(action.payload)) for action in actions if isinstance(action, SendMessage)]
+
+
+def test_a_server_that_comes_later_asks_what_is_served_and_joins_those_that_serve_it() -> None:
+    first, later = Host(), Latecomer()
+    model = ServedModel([ServedParameter("w", 4)], [8, 9], [0, 1], 1, 1 << 20, SyncSpec.of(StaleSynchronous(1)), {"": SGD})
+    first.host.on_message(0.0, 0, BeginService(2), memoryview(msgspec.msgpack.encode(model)))
+    assert [(action.to, action.header) for action in later.host.on_start(0.0)] == [(8, AskServices())]  # type: ignore[union-attr]
+    ((to, answer, payload),) = told(first.host, 9, AskServices())
+    assert to == 9 and told(later.host, 8, answer, payload) == []
+
+    record = later.machines[2]
+    machine = record.machine
+    assert machine is not None
+    assert machine.lives.current(8) == 3 and machine.lives.current(9) == 5 and machine.chains.life == 5
+    assert machine.served() == {}, "it has nothing until others hand it over"
+    assert told(later.host, 0, BeginService(2), msgspec.msgpack.encode(model))[0][1].problem == ""
+    assert later.machines[2] is record
+
+
+@pytest.mark.parametrize(
+    ("lengths", "payload"), [([5], b"1234"), ([-1, 5], b"1234"), ([4], b"1234"), ([], b"1234"), ([2, 2], b"1234")]
+)
+def test_an_account_of_services_that_cannot_be_read_starts_nothing(lengths: list[int], payload: bytes) -> None:
+    later = Latecomer()
+    assert told(later.host, 8, ServicesAre([2], lengths), payload) == []
+    assert told(later.host, 0, ServicesAre([2], lengths), payload) == [], "a worker has nothing to say about it"
+    assert not later.machines
+
+
+def test_a_worker_that_comes_back_counts_among_those_that_need_the_model() -> None:
+    host = Host()
+    model = ServedModel([ServedParameter("w", 4)], [9], [0, 1], 0, 1 << 20, SyncSpec.of(StaleSynchronous(1)), {"": SGD})
+    host.host.on_message(0.0, 0, BeginService(2), memoryview(msgspec.msgpack.encode(model)))
+    host.host.on_view(0.0, [], [1], 0)
+    host.host.on_view(0.0, [1], [], 3)
+    host.host.on_message(0.0, 0, EndService(2), memoryview(b""))
+    assert 2 in host.machines
+    host.host.on_view(0.0, [], [0], 3)
+    assert not host.left_alone
+    host.host.on_message(0.0, 1, EndService(2), memoryview(b""))
+    assert not host.machines
+
+
+def test_a_worker_finds_out_what_is_served() -> None:
+    client, model = ServiceClient(), ServedModel([ServedParameter("w", 4)], [8, 9], [0, 1])
+    asked = client.on_request(0.0, 1, FindServices([8, 9]))
+    assert [action.to for action in asked if isinstance(action, SendMessage)] == [8, 9]
+    body = msgspec.msgpack.encode(model)
+    assert client.on_message(0.0, 8, ServicesAre([4], [len(body)]), memoryview(body)) == [Reply(1, {4: model})]
+    assert client.on_message(0.0, 9, ServicesAre([4], [len(body)]), memoryview(body)) == []

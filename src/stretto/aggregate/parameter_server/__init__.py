@@ -27,6 +27,7 @@ In a job:
     sync_spec       an answer to `sync=` as data
     service         servers are told which models to serve
     network         how servers are started and reached; `process` is one of them, `dedicated` one that was started apart
+    joining         how workers and servers join the network, and let in who comes back; `keeper` starts a server again
 
 The values, which know no protocol:
 

@@ -31,6 +31,7 @@ from stretto.aggregate.parameter_server.messages import (
     ToClient,
     ValuesPulled,
 )
+from stretto.aggregate.parameter_server.routes import Route
 from stretto.aggregate.parameter_server.server_record import LedgerQuery, ServerLedger
 from stretto.observe.ledger import Ledger
 from stretto.observe.trace import Tracer
@@ -65,6 +66,10 @@ class RecordedClient(Machine):
         self._under_way: dict[tuple[str, int, int], RequestUnderWay] = {}  # kind, range, clock of a push
         self._queries: dict[int, tuple[set[int], dict[int, ServerLedger]]] = {}  # ticket -> who has not answered; the others
 
+    @property
+    def routes(self) -> Sequence[Route]:
+        return self._machine.routes
+
     # -- events -------------------------------------------------------------------------------------------------------
 
     def on_start(self, now: float) -> Actions:
@@ -89,7 +94,7 @@ class RecordedClient(Machine):
         return self._noted(self._machine.on_message(now, source, header, payload))
 
     def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
-        self._servers -= set(left)
+        self._servers = (self._servers - set(left)) | {rank for rank in joined if rank >= self._first_server}
         self._under_way = {key: each for key, each in self._under_way.items() if each.server not in left}
         replies: list[Reply] = []
         for ticket in list(self._queries):

@@ -28,12 +28,14 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from stretto.aggregate.parameter_server.client import ClientMachine, Quit
 from stretto.aggregate.parameter_server.client_record import AskLedgers, RecordedClient
+from stretto.aggregate.parameter_server.joining import admit_newcomers, join_network, lives_of
 from stretto.aggregate.parameter_server.process import ServerPlace, serve
 from stretto.aggregate.parameter_server.server_record import ServerLedger
 from stretto.aggregate.parameter_server.server_trace import ServerTrace
@@ -50,18 +52,19 @@ from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
 from stretto.errors import JobError, PeerLost, StrettoError, WireError
-from stretto.job import Job, make_wire
+from stretto.job import Job
 from stretto.launching import coordinator_process
 from stretto.launching import secret as secrets
 from stretto.launching.detect import Launch, own_environment
 from stretto.launching.hosts import host_identity, join_address
-from stretto.launching.introduce import farewell, introduce, local_address, report_ended
+from stretto.launching.introduce import local_address, report_ended
 from stretto.launching.introduction_messages import Ended
 from stretto.launching.rendezvous import start_coordinator
 from stretto.protocol.loop import Running
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
 
+KEEPER: Final = Path(__file__).with_name("keeper.py")
 LEAVE_S: Final = 2.0  # to wait for a server of ours to end, when this worker leaves
 
 log = logging.getLogger("stretto.parameter_server")
@@ -71,22 +74,52 @@ class ServerNetwork:
     """A worker's connection to the servers of a job. Made by `network_of`, ended by the job."""
 
     def __init__(
-        self, job: Job, communication: CommunicationThread, num_servers: int, processes: Sequence[subprocess.Popen[bytes]] = ()
+        self,
+        job: Job,
+        communication: CommunicationThread,
+        num_servers: int,
+        processes: Sequence[subprocess.Popen[bytes]] = (),
+        launch: Launch | None = None,
     ) -> None:
+        """`launch`: this worker's place among workers and servers, where those that die come back."""
         servers, wire = range(job.world_size, job.world_size + num_servers), communication.communicator.wire
         self._job = job
         self._wire = wire
         self.servers = list(servers)
-        self.processes = list(processes)  # of the servers that this worker has started
+        self.processes = list(processes)  # that keep the servers which this worker has started
         self._communication = communication
+        self._roster = None if launch is None else admit_newcomers(launch, communication)
         self._control = self._communication.loop.start(ServiceClient(), CONTROL_CHANNEL)
         wire.on_lost(self._on_lost)
+        wire.on_view(self._on_view)
         self._channel = FIRST_CHANNEL
         self._served: dict[int, Running] = {}  # by channel: models that this worker has not ended
 
     def _on_lost(self, lost: PeerLost) -> None:
         if lost.rank in self.servers and not self._job.closed:
             log.warning("rank %d has lost server %d: %s", self._job.rank, lost.rank - self.servers[0], lost)
+
+    @property
+    def lives(self) -> list[int]:
+        """Of each server: 0, or the generation in which it has come back and joined."""
+        return [0 if server in self._wire.lost else self._wire.joined_in(server) for server in self.servers]
+
+    def every_part_has_copies(self, replicas: int) -> bool:
+        """Whether all servers are here, and each range that is served is on so many more than one, as this worker has heard."""
+        if any(server in self._wire.lost for server in self.servers):
+            return False
+        machines = [running.machine for running in list(self._served.values())]
+        return all(
+            len(route.members) > replicas
+            for machine in machines
+            if isinstance(machine, RecordedClient)
+            for route in machine.routes
+        )
+
+    def _on_view(self, joined: list[int], left: list[int], generation: int) -> None:
+        for rank in joined:
+            if rank in self.servers:
+                log.warning("server %d has been started again, and has joined", rank - self.servers[0])
 
     def begin(self, model: ServedModel, owner: object) -> Running:
         """Have a model served. All workers call it together, with the same; each gets a client. It ends with its `owner`."""
@@ -102,7 +135,9 @@ class ServerNetwork:
         problem = self._job.gather_object(problem)[0]
         if problem is not None:
             raise StrettoError(problem)
-        client = ClientMachine(self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas)
+        client = ClientMachine(
+            self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas, lives=lives_of(self._wire)
+        )
         machine = RecordedClient(client, model.servers, self._job.world_size, self._job.ledger, self._job.tracer)
         running = self._communication.loop.start(machine, channel, unsent_bytes=model.unsent_bytes)
         self._served[channel] = running
@@ -151,6 +186,8 @@ class ServerNetwork:
 
     def stop(self) -> None:
         """Leave. Servers end when the last worker has left. A goodbye is no death, so they are told to count without it."""
+        if self._roster is not None:
+            self._roster.stop()
         if not self._job.leaves_in_order:
             self._communication.stop(self._job.timeouts.leave_s)
             self._wire.abandon()
@@ -173,7 +210,7 @@ def network_of(job: Job, value: ParameterServer, num_clients: int) -> ServerNetw
     key = 0 if value.is_dedicated(dedicated) else num_servers
     network = job.server_networks.get(key)
     if network is None:
-        network = job.server_networks[key] = _beside(job, num_servers) if key else _dedicated(job)
+        network = job.server_networks[key] = _beside(job, num_servers, value.restarts) if key else _dedicated(job)
         job.threads.add(network)
     assert isinstance(network, ServerNetwork)
     return network
@@ -190,15 +227,16 @@ def _dedicated(job: Job) -> ServerNetwork:
     return network
 
 
-def _beside(job: Job, num_servers: int) -> ServerNetwork:
+def _beside(job: Job, num_servers: int, restarts: int) -> ServerNetwork:
     first = job.world_size
     servers = range(first, first + num_servers)
     mine = [rank for rank, host in zip(servers, hosts_of_servers(job, num_servers), strict=True) if host == job.rank]
     if job.more_wires is not None:
-        wire, processes = _threads(job, mine, num_servers), list[subprocess.Popen[bytes]]()
+        wire: Wire = _threads(job, mine, num_servers)
+        processes, launch = list[subprocess.Popen[bytes]](), None
     else:
-        wire, processes = _processes(job, mine, num_servers)
-    network = ServerNetwork(job, CommunicationThread(Communicator(wire, job.timeouts)), num_servers, processes)
+        wire, processes, launch = _processes(job, mine, num_servers, restarts)
+    network = ServerNetwork(job, CommunicationThread(Communicator(wire, job.timeouts)), num_servers, processes, launch)
     if job.rank == 0:
         log.info("%d servers beside %d workers keep the shards of the model", num_servers, job.world_size)
     return network
@@ -219,31 +257,30 @@ def _threads(job: Job, mine: Sequence[int], num_servers: int) -> Wire:
     return wires[job.rank]
 
 
-def _processes(job: Job, mine: Sequence[int], num_servers: int) -> tuple[Wire, list[subprocess.Popen[bytes]]]:
+def _processes(
+    job: Job, mine: Sequence[int], num_servers: int, restarts: int
+) -> tuple[Wire, list[subprocess.Popen[bytes]], Launch]:
     launch = _launch_of_all(job, num_servers)
     # A module in the working directory must not hide one that a server needs.
     environ = coordinator_process.importing_stretto(own_environment()) | {"PYTHONSAFEPATH": "1"}
     timeouts = dataclasses.replace(job.timeouts, meet_s=job.timeouts.connect_s)  # all are started here and now
     processes: list[subprocess.Popen[bytes]] = []
-    wire, met = make_wire(launch, timeouts, "auto"), threading.Event()
+    met = threading.Event()
     try:
         for rank in mine:
-            processes.append(_start_process(launch, rank, job, timeouts, environ))
+            processes.append(_start_process(launch, rank, job, timeouts, environ, restarts))
             threading.Thread(target=_attend, args=(processes[-1], launch, rank, met), name="stretto-server", daemon=True).start()
-        table = introduce(launch, wire.address, timeouts)
-        wire.connect(table.peers, table.nonce)
+        wire = join_network(launch, timeouts)
         met.set()
-        farewell(launch)  # the coordinator has done its work
     except BaseException as error:
         met.set()
-        wire.abandon()
         for process in processes:
             process.kill()
         if isinstance(error, JobError):
             ranks = f"{job.world_size} to {job.world_size + num_servers - 1}"
             raise JobError(f"the servers, which are ranks {ranks} here, did not start: {error}") from error
         raise
-    return wire, processes
+    return wire, processes, launch
 
 
 def _attend(process: subprocess.Popen[bytes], launch: Launch, rank: int, met: threading.Event) -> None:
@@ -251,7 +288,7 @@ def _attend(process: subprocess.Popen[bytes], launch: Launch, rank: int, met: th
     code = process.wait()
     if not met.is_set():
         how = f"exited with code {code}"
-        report_ended(launch, [Ended(rank, rank, host_identity(), process.pid, 0, how)])
+        report_ended(launch, [Ended(rank, 0, host_identity(), process.pid, 0, how)])
 
 
 def _launch_of_all(job: Job, num_servers: int) -> Launch:
@@ -263,7 +300,7 @@ def _launch_of_all(job: Job, num_servers: int) -> Launch:
         try:
             ip, _ = local_address(job.launch)
             deadline = time.monotonic() + job.timeouts.connect_s
-            address = start_coordinator(join_address(ip, 0), size, secret, job.launch.encrypt, deadline)
+            address = start_coordinator(join_address(ip, 0), size, secret, job.launch.encrypt, deadline, outlives=True)
         except (JobError, OSError) as error:
             problem = f"rank 0 could not start the coordinator at which workers and servers meet: {error}"
     address, problem = job.gather_object([address, problem])[0]
@@ -272,7 +309,7 @@ def _launch_of_all(job: Job, num_servers: int) -> Launch:
     on_one_host = len({peer.host for peer in job.peers}) == 1
     return dataclasses.replace(
         job.launch, world_size=size, local_world_size=size if on_one_host else job.launch.local_world_size, rendezvous=address,
-        secret=secret, launcher="stretto", trace=None, ledger=None,
+        secret=secret, launcher="stretto", trace=None, ledger=None, restart=0,
     )  # fmt: skip
 
 
@@ -287,16 +324,18 @@ def _trace_of(job: Job, server: int) -> ServerTrace | None:
     )  # fmt: skip
 
 
-def _start_process(launch: Launch, rank: int, job: Job, timeouts: Timeouts, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start_process(
+    launch: Launch, rank: int, job: Job, timeouts: Timeouts, environ: dict[str, str], restarts: int
+) -> subprocess.Popen[bytes]:
     assert launch.secret is not None and launch.rendezvous is not None
     place = ServerPlace(
-        rank=rank, local_rank=rank, world_size=launch.world_size, workers=job.world_size, on_one_host=launch.one_host,
+        rank=rank, local_rank=0, world_size=launch.world_size, workers=job.world_size, on_one_host=launch.one_host,
         rendezvous=launch.rendezvous, secret=launch.secret.hex(), encrypt=launch.encrypt, interface=launch.interface,
         timeouts=timeouts, trace=_trace_of(job, rank - job.world_size),
     )  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stretto.aggregate.parameter_server.process"], stdin=subprocess.PIPE, env=environ
-    )
+    server = [sys.executable, "-m", "stretto.aggregate.parameter_server.process"]
+    keeper = [sys.executable, "-I", "-S", str(KEEPER), str(restarts), *server]
+    process = subprocess.Popen(keeper, stdin=subprocess.PIPE, env=environ)
     assert process.stdin is not None
     with process.stdin:
         process.stdin.write(msgspec.json.encode(place))

@@ -1,4 +1,5 @@
-"""A server as a process: python -m stretto.aggregate.parameter_server.process, with its place as JSON on standard input.
+"""A server as a process: python -m stretto.aggregate.parameter_server.process LIFE, with its place as JSON on standard input.
+LIFE is how often it has died before (`keeper.py`); then it joins those that go on, and is handed its part of what they serve.
 
 It joins workers and other servers, serves what it is told to (`service.py`), and ends when the last worker has left, in order
 or not; or when something fails in it, so that copies elsewhere are served. One thread of torch's and NumPy's does the work: there
@@ -18,12 +19,16 @@ from typing import Final
 import msgspec
 import torch
 
+from stretto.aggregate.parameter_server.joining import admit_newcomers, join_network, lives_of
+from stretto.aggregate.parameter_server.keeper import NOT_JOINED
+from stretto.aggregate.parameter_server.range_state import RangeState
 from stretto.aggregate.parameter_server.server_record import RecordedServer
 from stretto.aggregate.parameter_server.server_trace import ServerTrace
 from stretto.aggregate.parameter_server.service import CONTROL_CHANNEL, ServedModel, ServiceHost
+from stretto.aggregate.parameter_server.shard_optimizer import OptimizerSpec
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
-from stretto.job import meet
+from stretto.errors import StrettoError
 from stretto.launching.detect import Launch
 from stretto.observe.trace import Tracer
 from stretto.protocol.loop import Running
@@ -55,11 +60,15 @@ class ServerPlace(msgspec.Struct, frozen=True, kw_only=True):
         return f"ServerPlace(rank={self.rank}, world_size={self.world_size})"
 
 
-def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts, traced: ServerTrace | None = None) -> bool:
-    """Serve on a wire until the last worker has left it. False: something in this server has failed."""
+def serve(
+    wire: Wire, workers: Iterable[int], timeouts: Timeouts, traced: ServerTrace | None = None, launch: Launch | None = None
+) -> bool:
+    """Serve on a wire until the last worker has left it. False: something in this server has failed. With `launch`, those that
+    have died and come back are let in."""
     tracer = None if traced is None else Tracer()
     alone, ended = threading.Event(), threading.Event()
     communication = CommunicationThread(Communicator(wire, timeouts))
+    roster = None if launch is None else admit_newcomers(launch, communication)
     services: dict[int, Running] = {}
 
     def start(machine: RecordedServer, channel: int, model: ServedModel) -> None:
@@ -70,13 +79,20 @@ def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts, traced: Server
             services.pop(channel).stop()
             ended.set()
 
-    host = communication.loop.start(ServiceHost(wire.rank, workers, start, stop, alone.set, tracer), CONTROL_CHANNEL)
+    life = wire.joined_in(wire.rank)
+    others = [rank for rank in wire.peers if rank not in set(workers) and rank not in wire.lost] if life else []
+    machine = ServiceHost(
+        wire.rank, workers, start, stop, alone.set, tracer, life=life, lives=lambda: lives_of(wire), others=others
+    )
+    host = communication.loop.start(machine, CONTROL_CHANNEL)
     try:
         while not alone.wait(LOOK_EVERY_S) and host.error is None and all(each.error is None for each in list(services.values())):
             if ended.is_set():
                 ended.clear()
                 gc.collect()  # the parts of a machine know each other, and Python looks for such garbage where much is made
     finally:  # also when it was interrupted
+        if roster is not None:
+            roster.stop()
         communication.stop(timeouts.leave_s)
         if traced is not None and tracer is not None:
             traced.write(tracer)
@@ -84,10 +100,12 @@ def serve(wire: Wire, workers: Iterable[int], timeouts: Timeouts, traced: Server
             wire.close()
         else:
             wire.abandon()  # whoever waits for it shall know that it has died, and go to a copy
-    return alone.is_set()
+    # Where all workers are lost and none has left in order, they may have died together; or they took this server for dead, for
+    # it was stopped for longer than `silence_s`, and go on with copies of what it had. Then another life of it has to join them.
+    return alone.is_set() and (launch is None or machine.somebody_has_left)
 
 
-def main() -> None:
+def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # these are for the workers, whom servers follow
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -97,9 +115,17 @@ def main() -> None:
         rank=place.rank, world_size=place.world_size, local_rank=place.local_rank,
         local_world_size=place.world_size if place.on_one_host else 1, rendezvous=place.rendezvous,
         secret=bytes.fromhex(place.secret), encrypt=place.encrypt, launcher="stretto", interface=place.interface,
+        restart=int(sys.argv[1]),
     )  # fmt: skip
-    serve(meet(launch, timeouts), range(place.workers), timeouts, place.trace)
+    if launch.restart:  # the others wait for what it will serve: with a first optimizer torch imports for seconds
+        RangeState(torch.zeros(1), OptimizerSpec("SGD", {"lr": 0.0}))
+    try:
+        wire = join_network(launch, timeouts)
+    except StrettoError as problem:
+        log.warning("server %d has not joined: %s", place.rank - place.workers, problem)
+        return NOT_JOINED
+    return 0 if serve(wire, range(place.workers), timeouts, place.trace, launch) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -77,7 +77,8 @@ def _no_record(record: UpdateRecord) -> None:
 class ServerMachine(Machine):
     """See the module's text.
 
-    `servers`, `workers`: those that the job begins with, the same everywhere. `make_values(range, values)` makes a range's
+    `servers`, `workers`: those that the job begins with, the same everywhere. `joins`: others serve the model already; else this
+    server begins with them, in whatever life. `make_values(range, values)` makes a range's
     values; `filled`: what it makes without any is what training begins with, else some worker has to `Fill` every range.
     """
 
@@ -96,6 +97,7 @@ class ServerMachine(Machine):
         filled: bool = False,
         life: int = 0,
         lives: Mapping[int, int] | None = None,
+        joins: bool | None = None,
         fault_in: Callable[[Options], str | None] = _no_fault,
         on_update: Callable[[UpdateRecord], None] = _no_record,
         encoding_of: Callable[[int], RangeEncoding | None] = _float32,
@@ -108,7 +110,7 @@ class ServerMachine(Machine):
         self.rank = rank
         self.layout = layout
         self.lives = Lives(lives or {})
-        self._joining = life > 0
+        self._joining = life > 0 if joins is None else joins
         self._first_workers = {worker: WorkerClock(0, 0, 0) for worker in workers}
         self._clients = set(self._first_workers)  # whoever wants to know where ranges are
         self._make_values = make_values

@@ -7,6 +7,9 @@
     EndService(channel)            -->    it ends when all workers that live have said so, and its memory is free
     every worker, at its end
     WorkerLeaves                   -->    the server ends when all workers have left, or died
+    a server or worker that comes later
+    AskServices                    -->    all servers
+                                   <--    ServicesAre(channels): what they serve; a server joins those that serve it
 
 A server process is started once in a job. Models come, are arranged anew when parameters are frozen or added, and go; each
 arrangement is a service on a channel of its own, so nothing of the last one can be taken for the next. The description of a model
@@ -19,7 +22,7 @@ first must not take it from the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -102,16 +105,41 @@ class ServiceBegun(msgspec.Struct, frozen=True, tag=True):
     problem: str  # empty: none
 
 
+class AskServices(msgspec.Struct, frozen=True, tag=True):
+    """What is served? Asked by whoever joins later."""
+
+
+class ServicesAre(msgspec.Struct, frozen=True, tag=True):
+    """The payload has the models, one after the other."""
+
+    channels: list[int]
+    lengths: list[int]
+
+    def models(self, payload: memoryview) -> dict[int, ServedModel]:
+        """By channel. Raises `MsgspecError` if it cannot be read."""
+        if len(self.channels) != len(self.lengths) or sum(self.lengths) != payload.nbytes or any(n < 0 for n in self.lengths):
+            raise msgspec.ValidationError(f"{self} with {payload.nbytes} bytes")
+        models, begin = {}, 0
+        for channel, length in zip(self.channels, self.lengths, strict=True):
+            models[channel] = msgspec.msgpack.decode(payload[begin : begin + length], type=ServedModel)
+            begin += length
+        return models
+
+
 def distinct_classes(optimizers: dict[str, OptimizerSpec]) -> list[OptimizerSpec]:
     """Each of those that differ in their class, once."""
     return list({spec.name: spec for spec in optimizers.values()}.values())
 
 
+ToHost = BeginService | EndService | WorkerLeaves | AskServices | ServicesAre
+
+
 class ServiceHost(Machine):
     """A server's side. `start(machine, channel, model)` runs a machine, `stop(channel)` ends it; `alone()` is called when the
-    last worker has left."""
+    last worker has left. `life`: the generation in which this server joined; `lives()`: that of others that joined later than 0;
+    `others`: servers that know what is served, where this one joins later."""
 
-    header_type = BeginService | EndService | WorkerLeaves
+    header_type = ToHost
 
     def __init__(
         self,
@@ -121,38 +149,66 @@ class ServiceHost(Machine):
         stop: Callable[[int], None],
         alone: Callable[[], None],
         tracer: Tracer | None = None,
+        *,
+        life: int = 0,
+        lives: Callable[[], Mapping[int, int]] = dict,
+        others: Sequence[int] = (),
     ) -> None:
         self._rank = rank
+        self._life, self._lives, self._others = life, lives, others
+        self.somebody_has_left = False  # in order, and not by dying
+        self._models: dict[int, bytes] = {}  # channel -> what is served there, encoded
         self._workers = set(workers)
         self._start, self._stop, self._alone, self._tracer = start, stop, alone, tracer
         self._first_server = len(self._workers)
         self._gone: set[int] = set()  # ranks that have left
         self._users: dict[int, set[int]] = {}  # channel -> workers that have not ended the service
 
-    def on_message(
-        self, now: float, source: int, header: BeginService | EndService | WorkerLeaves, payload: memoryview
-    ) -> Actions:
+    def on_start(self, now: float) -> Actions:
+        return [SendMessage(server, AskServices()) for server in self._others]
+
+    def on_message(self, now: float, source: int, header: ToHost, payload: memoryview) -> Actions:
         match header:
+            case AskServices():
+                answer = ServicesAre(list(self._models), [len(model) for model in self._models.values()])
+                return [SendMessage(source, answer, b"".join(self._models.values()))]
+            case ServicesAre() if source in self._others:
+                self._join(header, payload)
             case BeginService(channel):
                 return [SendMessage(source, ServiceBegun(channel, self._begin(channel, payload)))]
             case EndService(channel) if channel in self._users:
                 self._users[channel].discard(source)
                 self._stop_unused()
             case WorkerLeaves():
+                self.somebody_has_left = True
                 self._end_if_alone([source])
         return ()
 
     def _begin(self, channel: int, payload: memoryview) -> str:
         try:
-            model = msgspec.msgpack.decode(payload, type=ServedModel)
-            self._start(self._machine(model), channel, model)
-            self._users[channel] = set(model.workers) - self._gone
+            if channel not in self._users:  # else others have told of it already
+                self._serve(channel, msgspec.msgpack.decode(payload, type=ServedModel), joins=False)
         except (msgspec.MsgspecError, ConfigurationError) as problem:
             log.warning("rank %d cannot serve what it was asked to on channel %d: %s", self._rank, channel, problem)
             return str(problem)
         return ""
 
-    def _machine(self, model: ServedModel) -> RecordedServer:
+    def _join(self, header: ServicesAre, payload: memoryview) -> None:
+        """What others serve, and this server, which comes later, does not yet."""
+        try:
+            for channel, model in header.models(payload).items():
+                if channel not in self._users:
+                    self._serve(channel, model, joins=True)
+                    log.info("rank %d joins the servers of channel %d", self._rank, channel)
+        except (msgspec.MsgspecError, ConfigurationError) as problem:
+            log.warning("rank %d cannot serve what others do: %s", self._rank, problem)
+
+    def _serve(self, channel: int, model: ServedModel, *, joins: bool) -> None:
+        self._start(self._machine(model, joins), channel, model)
+        self._users[channel] = set(model.workers) - self._gone
+        self._models[channel] = msgspec.msgpack.encode(model)
+
+    def _machine(self, model: ServedModel, joins: bool) -> RecordedServer:
         layout, sync = model.layout(), model.sync.build()
         compensation = sync.delay_compensation if isinstance(sync, Asynchronous) else None
         encoding_of = encodings(layout.ranges, model.parameters, model.codecs)
@@ -172,19 +228,22 @@ class ServiceHost(Machine):
         record = RecordedServer(self._tracer, self._first_server)
         record.machine = ServerMachine(
             self._rank, layout, servers=model.servers, workers=model.workers, sync=sync, make_values=record.timed(make_values),
-            replicas=model.replicas, fault_in=model.fault_in, on_update=record.on_update,
-            encoding_of=encoding_of,
+            replicas=model.replicas, fault_in=model.fault_in, on_update=record.on_update, encoding_of=encoding_of,
+            life=self._life, lives=self._lives(), joins=joins,
         )  # fmt: skip
         return record
 
     def _stop_unused(self) -> None:
         for channel, users in list(self._users.items()):
             if not users:
-                del self._users[channel]
+                del self._users[channel], self._models[channel]
                 self._stop(channel)
 
     def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
         self._end_if_alone(left)
+        self._gone -= set(joined)
+        for users in self._users.values():
+            users |= self._workers & set(joined)  # until they say that they need it no longer
         return ()
 
     def _end_if_alone(self, left: Sequence[int]) -> None:
@@ -210,6 +269,12 @@ class StopService(NamedTuple):
     servers: Sequence[int]
 
 
+class FindServices(NamedTuple):
+    """What do these servers serve? The reply is the models by channel, as the first of them that answers says."""
+
+    servers: Sequence[int]
+
+
 class LeaveServers(NamedTuple):
     """This worker needs these servers no more. The reply is None at once."""
 
@@ -219,13 +284,17 @@ class LeaveServers(NamedTuple):
 class ServiceClient(Machine):
     """A worker's side. One of them speaks for all when there is something to serve."""
 
-    header_type = ServiceBegun
+    header_type = ServiceBegun | ServicesAre
 
     def __init__(self) -> None:
+        self._finding: list[int] = []  # tickets
         self._asked: dict[int, tuple[int, set[int]]] = {}  # channel -> ticket, and the servers that have not answered
         self._gone: set[int] = set()
 
-    def on_request(self, now: float, ticket: int, request: NewService | StopService | LeaveServers) -> Actions:
+    def on_request(self, now: float, ticket: int, request: NewService | StopService | FindServices | LeaveServers) -> Actions:
+        if isinstance(request, FindServices):
+            self._finding.append(ticket)
+            return [SendMessage(server, AskServices()) for server in request.servers]
         if isinstance(request, StopService):
             return [*(SendMessage(server, EndService(request.channel)) for server in request.servers), Reply(ticket)]
         if isinstance(request, LeaveServers):
@@ -236,7 +305,9 @@ class ServiceClient(Machine):
         body = msgspec.msgpack.encode(model)
         return [*(SendMessage(server, BeginService(channel), body) for server in waiting), *self._answered(channel)]
 
-    def on_message(self, now: float, source: int, header: ServiceBegun, payload: memoryview) -> Actions:
+    def on_message(self, now: float, source: int, header: ServiceBegun | ServicesAre, payload: memoryview) -> Actions:
+        if isinstance(header, ServicesAre):
+            return self._found(header, payload)
         if header.channel not in self._asked or source not in self._asked[header.channel][1]:
             return ()
         ticket, waiting = self._asked[header.channel]
@@ -253,6 +324,15 @@ class ServiceClient(Machine):
             waiting -= set(left)
             actions += self._answered(channel)
         return actions
+
+    def _found(self, header: ServicesAre, payload: memoryview) -> list[Reply]:
+        try:
+            models = header.models(payload)
+        except msgspec.MsgspecError as problem:
+            log.warning("what a server says that it serves cannot be read: %s", problem)
+            return []
+        tickets, self._finding = self._finding, []
+        return [Reply(ticket, models) for ticket in tickets]
 
     def _answered(self, channel: int) -> list[Reply]:
         ticket, waiting = self._asked[channel]

@@ -19,6 +19,7 @@ class ParameterServer:
     of the model is kept, so that as many servers may die at once. `placement`: "dedicated" for those that were started, "beside"
     for processes beside the workers, "auto" for the former if there are any. `snapshots`: a folder into which what the servers
     have is written `every_s` seconds, while training goes on, where servers step; `stretto.load` takes it. None: nowhere.
+    `restarts`: how often each server beside the workers is started again when it dies; it then takes its part over.
 
     Cost for m bytes, P workers and S servers that share the workers' network cards: a worker sends m and receives m, a server
     receives P m / S and sends as much. With S = P, of which each worker's own server costs no network, every card carries
@@ -36,6 +37,7 @@ class ParameterServer:
     snapshots: str | None = None
     every_s: float = 60.0
     placement: Placement = "auto"
+    restarts: int = 3
 
     def __post_init__(self) -> None:
         if self.placement not in get_args(Placement):
@@ -60,6 +62,11 @@ class ParameterServer:
             )
 
         self._check_snapshots()
+        if isinstance(self.restarts, bool) or not isinstance(self.restarts, int) or self.restarts < 0:
+            raise ConfigurationError(
+                f"ParameterServer(restarts={self.restarts!r}): a server that dies is started again so often, 0 times or more.\n"
+                f"Write for instance restarts=3."
+            )
 
     def _check_snapshots(self) -> None:
         if self.snapshots is not None and (not isinstance(self.snapshots, str) or not self.snapshots):

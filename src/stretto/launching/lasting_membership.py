@@ -1,0 +1,87 @@
+"""A membership that goes on when the job has formed: a member that has died comes back, and the others hear of it.
+
+    member               coordinator                              other members
+    ... it dies
+    Join (restart + 1) -->  another life: the next generation  --> News (its peer entry)
+                       <--  Table (everybody as last heard of)
+    WatchReturns (generation) -->  who has come since then, now and later <-- WatchReturns
+
+A rank comes back when its starter says so, by a higher `restart`, or when its process is known to have ended. Generations are
+counted here, so they are the same everywhere, and a later one means that it joined later: with the rank, they name one life
+(`Wire.admit`). The coordinator does not know who is dead: a table has everybody's last life, and whoever cannot reach one takes
+it for lost.
+
+Members watch for as long as they take part, say so every `WATCH_EVERY_S`, and say when they leave, so the coordinator needs no
+parent: where it is asked to (`lonely_s`) it ends when the last one that lives has left, or nobody has watched for so long.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from stretto.launching.introduction_messages import Checked, Ended, FromWorker, Join, Leave, News, Refusal, WatchReturns
+from stretto.launching.membership import Member, Membership, Phase
+from stretto.protocol.machine import Actions, Node, SendMessage, SetTimer
+
+WATCH_EVERY_S: Final = 1.0
+LONELY_S: Final = 30.0
+DEAD_S: Final = 3.0  # a watcher of which nothing has come for so long does not keep the coordinator when others leave
+
+
+class LastingMembership(Membership):
+    """See the module's text. `lonely_s`: how long it lasts without anybody who watches; None: until all have left."""
+
+    def __init__(self, world_size: int, host: str, *, encrypted: bool, nonce: bytes, lonely_s: float | None = None) -> None:
+        super().__init__(world_size, host, encrypted=encrypted, nonce=nonce)
+        self._lonely_s = lonely_s
+        self._lonely = False
+        self._generation = 0
+        self._watching: dict[int, Node] = {}
+        self._seen: dict[int, float] = {}  # when each watcher has said so
+
+    def on_message(self, now: float, source: Node, header: FromWorker | Checked | Refusal, payload: memoryview) -> Actions:
+        if not isinstance(header, WatchReturns):
+            formed = self.phase is Phase.FORMED
+            actions = super().on_message(now, source, header, payload)
+            if isinstance(header, Leave) and self._seen.pop(header.rank, None) is not None and self._lonely_s is not None:
+                self._lonely |= all(now - seen > DEAD_S for seen in self._seen.values())
+            return actions if formed or self.phase is not Phase.FORMED else [*actions, *self._wait_for_watchers()]
+        if self.phase is not Phase.FORMED or not 0 <= header.rank < self.world_size:
+            return ()
+        self._watching[header.rank], self._seen[header.rank] = source, now
+        news = [peer for peer in self._peers() if peer.generation > header.generation and peer.rank != header.rank]
+        return [*([SendMessage(source, News(news))] if news else []), *self._wait_for_watchers()]
+
+    def on_timer(self, now: float, name: str) -> Actions:
+        if name == "lonely":
+            self._lonely = True
+            return ()
+        return super().on_timer(now, name)
+
+    @property
+    def finished(self) -> bool:
+        return self._lonely or super().finished
+
+    @property
+    def needs_parent(self) -> bool:
+        return self._lonely_s is None or self.phase is not Phase.FORMED
+
+    def _wait_for_watchers(self) -> Actions:
+        return [] if self._lonely_s is None else [SetTimer("lonely", self._lonely_s)]
+
+    def _ended_elsewhere(self, message: Ended) -> Actions:
+        member = self._members.get(message.rank)
+        if self.phase is Phase.FORMED and member is not None:
+            member.left |= (member.join.host, member.join.pid) == (message.host, message.pid)
+        return super()._ended_elsewhere(message)
+
+    def _may_come_back(self, member: Member, message: Join) -> bool:
+        return member.left or message.restart > member.join.restart
+
+    def _come_back(self, sender: Node, message: Join) -> Actions:
+        self._generation += 1
+        self._watching.pop(message.rank, None)
+        self._members[message.rank] = Member(sender, message, 0.0, answers=True, generation=self._generation)
+        table = self._table()
+        news = News([table.peers[message.rank]])
+        return [SendMessage(sender, table), *(SendMessage(watcher, news) for watcher in self._watching.values())]

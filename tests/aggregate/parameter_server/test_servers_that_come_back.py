@@ -1,0 +1,117 @@
+"""Server processes are killed, started again by their keepers, and take their ranges over while training runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from preloaded import Preloaded
+from stretto.aggregate.parameter_server.keeper import NOT_JOINED, Keeper
+
+KILLS_BOTH = """
+import os, signal, time
+import torch, stretto
+from stretto import ParameterServer, StaleSynchronous, Strategy
+
+job = stretto.init(timeouts=stretto.Timeouts(arrive_s=60.0))
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+with torch.no_grad():
+    for parameter in model.parameters(): parameter.zero_()
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+stretto.distribute(model, optimizer, Strategy(aggregate=ParameterServer(shards=2, replicas=1), sync=StaleSynchronous(3)))
+(network,) = job.server_networks.values()
+steps = 0
+
+def step():
+    global steps
+    optimizer.zero_grad()
+    (-sum(parameter.sum() for parameter in model.parameters())).backward()
+    optimizer.step()
+    steps += 1
+    time.sleep(0.02)  # a computation
+
+def server():
+    keeper = network.processes[0].pid
+    return int(open(f"/proc/{keeper}/task/{keeper}/children").read())
+
+for victim in (0, 1):  # the second one dies when the first is back: what it had is nowhere else
+    for _ in range(3): step()
+    life = network.lives[victim]
+    if job.rank == victim:
+        os.kill(server(), signal.SIGKILL)
+    end = time.monotonic() + 60
+    while network.lives[victim] <= life:
+        assert time.monotonic() < end, "it did not come back"
+        step()
+    for _ in range(100): step()  # while ranges are handed over
+total = sum(stretto.gather_object(steps))
+step()
+stretto.barrier()
+found = {float(value) for parameter in model.parameters() for value in parameter.detach().flatten()}
+print("exact", len(found) == 1 and total < found.pop() <= total + 2, flush=True)
+print("server", server(), flush=True)
+stretto.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_both_servers_die_one_after_the_other_and_no_update_is_lost(tmp_path: Path, preloaded: Preloaded) -> None:
+    (tmp_path / "kills.py").write_text(KILLS_BOTH)
+    done = preloaded.shell("stretto run -n 2 kills.py", folder=tmp_path, timeout_s=170)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"\[(\d)\] exact True", done.stdout)) == ["0", "1"]
+    for number in (0, 1):
+        assert done.stderr.count(f"has lost server {number}") == 2
+        assert done.stderr.count(f"server {number} has been started again, and has joined") == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in re.findall(r"server (\d+)", done.stdout))
+
+
+# -- the keeper -------------------------------------------------------------------------------------------------------
+
+TELLS = "import sys; sys.stdout.write(sys.argv[1] + sys.stdin.read()); sys.stdout.flush(); "
+
+
+def kept(tmp_path: Path, restarts: int, ends: str) -> tuple[int, str]:
+    from stretto.aggregate.parameter_server import keeper
+
+    command = [sys.executable, "-I", "-S", str(keeper.__file__), str(restarts), sys.executable, "-I", "-S", "-c", TELLS + ends]
+    done = subprocess.run(command, input="place ", capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("restarts", "ends", "code", "lives"),
+    [
+        (3, "sys.exit(0)", 0, 1),
+        (2, "sys.exit(1)", 1, 3),
+        (0, "sys.exit(1)", 1, 1),
+        (2, "import os; os.kill(os.getpid(), 9 if sys.argv[1] < '2' else 15)", 128 + 15, 3),
+        (5, "sys.exit(sys.argv[1] != '1')", 0, 2),
+        (5, f"sys.exit({NOT_JOINED})", NOT_JOINED, 1),
+    ],
+    ids=["ended well", "fails", "never again", "killed", "the second time well", "nobody there"],
+)
+def test_a_keeper_starts_a_server_again_so_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, ends: str, code: int, lives: int
+) -> None:
+    assert kept(tmp_path, restarts, ends) == (code, "".join(f"{life}place " for life in range(lives)))
+
+
+def test_a_keeper_that_was_told_to_stop_starts_nothing_any_more() -> None:
+    keeper = Keeper(
+        3, [sys.executable, "-I", "-S", "-c", "import os, signal; os.kill(os.getppid(), signal.SIGTERM); exit(1)"], b""
+    )
+    import signal
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        assert keeper.run() == 1
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
