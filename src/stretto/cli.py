@@ -118,7 +118,7 @@ def run(
         min_workers=min_workers,
         strategy=strategy,
     )
-    node_servers.check_environment(plan, os.environ)
+    node_servers.check_environment(plan, os.environ, secret_file)
     raise typer.Exit(launch.run(plan, os.environ))
 
 

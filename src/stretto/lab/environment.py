@@ -47,8 +47,7 @@ def host_environment(base: Mapping[str, str], run: SharedByHosts, rank: int, led
         secret=bytes.fromhex(run.secret),
         encrypt=run.encrypt,
     )
-    if run.servers is not None:
-        environment["STRETTO_SERVERS"] = run.servers
+    environment["STRETTO_SERVERS"] = run.servers or ""  # others could not be reached
     if run.rendezvous is None:
         del environment["STRETTO_RENDEZVOUS"]
     return environment | {"STRETTO_LEDGER": ledger} | dict.fromkeys(_INTERFACES, "eth0")

@@ -256,6 +256,12 @@ def _launch(
     )
 
 
+def servers_elsewhere(environ: Environment) -> bool:
+    """Whether the job has servers that may be on other hosts than its workers."""
+    _, _, address = environ.get("STRETTO_SERVERS", "").strip().partition("@")
+    return bool(address) and not is_loopback(address.rpartition(":")[0].strip("[]"))
+
+
 def dedicated_servers(
     environ: Environment, num_workers: int, secret: bytes | None, several_hosts: bool
 ) -> DedicatedServers | None:
@@ -276,7 +282,7 @@ def dedicated_servers(
         )
     if secret is None:
         raise _no_secret(f"STRETTO_SERVERS={text!r}", "Servers are told from strangers by it, too. ")
-    elsewhere = several_hosts or not is_loopback(split_address(rendezvous)[0])
+    elsewhere = several_hosts or servers_elsewhere(environ)
     return DedicatedServers(int(number), rendezvous, switch(environ, "STRETTO_ENCRYPT", default=elsewhere))
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from stretto.errors import ConfigurationError, RendezvousError, SecretError
 from stretto.launching import hosts, secret
-from stretto.launching.detect import switch
+from stretto.launching.detect import servers_elsewhere, switch
 from stretto.launching.node_counts import check_servers, check_workers, of_each_node
 
 LOOPBACK = "127.0.0.1"
@@ -378,10 +378,10 @@ def worker_environment(
 
 
 def encrypted(plan: RunPlan, environ: Mapping[str, str]) -> bool:
-    """The command line's word, else STRETTO_ENCRYPT, else: between machines."""
+    """The command line's word, else STRETTO_ENCRYPT, else: between machines, also where only servers are on other ones."""
     if plan.encrypt is not None:
         return plan.encrypt
-    return switch(environ, "STRETTO_ENCRYPT", default=plan.nodes > 1)
+    return switch(environ, "STRETTO_ENCRYPT", default=plan.nodes > 1 or servers_elsewhere(environ))
 
 
 def torch_defaults(workers: int, interface: str | None) -> dict[str, str]:

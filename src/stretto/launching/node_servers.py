@@ -12,9 +12,10 @@ Where workers and servers still meet, those who wait for a server that has ended
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from stretto.errors import ConfigurationError
-from stretto.launching import coordinator_process, hosts, launch_plan
+from stretto.errors import ConfigurationError, SecretError
+from stretto.launching import coordinator_process, hosts, launch_plan, secret
 from stretto.launching.ended import EndedWorkers
 from stretto.launching.launch_plan import LOOPBACK, RunPlan
 from stretto.launching.launch_report import how_it_ended
@@ -86,8 +87,15 @@ def server_environment(plan: RunPlan, environ: Mapping[str, str]) -> dict[str, s
     return {"OMP_NUM_THREADS": "1", **coordinator_process.importing_stretto(environ), **own}
 
 
-def check_environment(plan: RunPlan, environ: Mapping[str, str]) -> None:
-    """Servers are ours, or somebody else's."""
+def check_environment(plan: RunPlan, environ: Mapping[str, str], secret_file: Path | None) -> None:
+    """Servers are ours, or somebody else's, who has to know the secret."""
+    if environ.get("STRETTO_SERVERS") and secret_file is None:
+        raise SecretError(
+            f"STRETTO_SERVERS={environ['STRETTO_SERVERS']!r} without --secret-file: servers that were started with "
+            f"`stretto serve` have the job's secret from a file, and a job without one makes up its own.\n"
+            f"Give both the same: --secret-file job.secret; or unset STRETTO_SERVERS, if this job has none of these servers. "
+            f"{secret.HOW_TO_MAKE_ONE}"
+        )
     if plan.num_servers and environ.get("STRETTO_SERVERS"):
         raise ConfigurationError(
             f"--servers with STRETTO_SERVERS={environ['STRETTO_SERVERS']!r}: a job has the servers that `stretto run` starts, or "

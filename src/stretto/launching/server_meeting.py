@@ -138,8 +138,9 @@ def did_not_meet(launch: Launch, error: JobError) -> JobError:
     assert launch.servers is not None
     first, number, at = launch.world_size, launch.servers.number, launch.servers.rendezvous
     host, _ = split_address(at)
+    servers = ranks_text(range(first, first + number))
     return JobError(
-        f"rank {launch.rank} did not meet the job's servers (there: {ranks_text(range(first, first + number))}) at {at}: {error}\n"
+        f"rank {launch.rank} did not meet the job's servers (there: {servers}) at {at}: {error}\n"
         f"A server is started by stretto run --servers, or by hand, server 0 (rank {first}) for instance: stretto serve "
         f"--rendezvous {at} --secret-file job.secret --workers {first} --servers {number} --number 0. {host} has to be the host "
         f"of rank 0, as all see it."

@@ -183,6 +183,7 @@ def _variables(n: int, rendezvous: tuple[str, int], job_secret: bytes, encrypted
     unset = {name: value for name, value in defaults.items() if name not in os.environ}
     return [
         unset
+        | {"STRETTO_SERVERS": ""}  # another job's, which this process may be in
         | launch_plan.job_variables(
             rank=rank,
             world_size=n,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from preloaded import Preloaded
 from stretto.aggregate.parameter_server import ParameterServer
 from stretto.errors import ConfigurationError, SecretError
-from stretto.launching import launch_plan, node_servers, secret
+from stretto.launching import launch_plan, node_servers, secret, spawn
 from stretto.launching.detect import DedicatedServers, detect
 from stretto.launching.launch_plan import RunPlan, make_plan
 from stretto.launching.server_meeting import JoiningServer, joining_server, launch_of_worker
@@ -241,8 +242,18 @@ def test_counts_that_cannot_be_are_refused(asked: dict[str, object], said: str) 
 
 def test_a_job_has_the_servers_of_its_launcher_or_of_somebody_else() -> None:
     with pytest.raises(ConfigurationError, match="--servers with STRETTO_SERVERS='1@a:1'"):
-        node_servers.check_environment(plan(servers=2), {"STRETTO_SERVERS": "1@a:1"})
-    node_servers.check_environment(plan(), {"STRETTO_SERVERS": "1@a:1"})
+        node_servers.check_environment(plan(servers=2), {"STRETTO_SERVERS": "1@a:1"}, Path("job.secret"))
+    with pytest.raises(SecretError, match="STRETTO_SERVERS='1@a:1' without --secret-file"):
+        node_servers.check_environment(plan(), {"STRETTO_SERVERS": "1@a:1"}, None)
+    node_servers.check_environment(plan(), {"STRETTO_SERVERS": "1@a:1"}, Path("job.secret"))
+
+
+def test_a_job_whose_servers_are_elsewhere_is_encrypted_though_it_has_one_node() -> None:
+    where = {"a:1": True, "127.0.0.1:1": False, "[::1]:1": False, "[fd00::5]:1": True, "localhost:1": False}
+    for address, wanted in where.items():
+        assert launch_plan.encrypted(plan(), {"STRETTO_SERVERS": f"1@{address}"}) is wanted
+    assert not launch_plan.encrypted(plan(), {}) and not launch_plan.encrypted(plan(servers=2), {})
+    assert not launch_plan.encrypted(plan(encrypt=False), {"STRETTO_SERVERS": "1@a:1"})
 
 
 @pytest.mark.parametrize(
@@ -276,3 +287,9 @@ def test_which_servers_are_meant() -> None:
         ParameterServer(replicas=2).num_servers(4, dedicated=2)
     with pytest.raises(ConfigurationError, match="placement='here'"):
         ParameterServer(placement="here")  # type: ignore[arg-type]
+
+
+def test_a_job_that_a_worker_launches_has_none_of_the_servers_of_its_own_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_SERVERS", "2@127.0.0.1:9")
+    variables = spawn._variables(2, ("127.0.0.1", 1), bytes(32), False)
+    assert all(detect({**os.environ, **each}).servers is None for each in variables)
