@@ -26,8 +26,17 @@ from stretto.aggregate.parameter_server.encoding import (
     writing_in,
 )
 from stretto.aggregate.parameter_server.layout import RangeLayout, ServedParameter
-from stretto.aggregate.parameter_server.messages import CodecRound, PushGradient, PushTaken, RequestRefused, ValuesPulled
+from stretto.aggregate.parameter_server.messages import (
+    CodecRound,
+    PullValues,
+    PushGradient,
+    PushTaken,
+    RequestRefused,
+    ValuesPulled,
+)
+from stretto.aggregate.parameter_server.range_state import RangeState
 from stretto.aggregate.parameter_server.server import ServerMachine
+from stretto.aggregate.parameter_server.shard_optimizer import OptimizerSpec
 from stretto.compress.by_parameter import ByParameter
 from stretto.compress.codec import Codec, Compression
 from stretto.compress.dynamic8 import Dynamic8
@@ -49,6 +58,7 @@ from stretto.compress.threshold import Threshold
 from stretto.compress.top_k import TopK
 from stretto.compress.warm_up import WarmUp
 from stretto.errors import ConfigurationError, MalformedPayload
+from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.synchronous import Synchronous
 from stretto.testing.faults import Kill, Pause
 from stretto.testing.network_model import Exponential, Link, NetworkModel
@@ -246,6 +256,37 @@ def test_an_encoded_push_to_a_range_that_takes_float32_is_refused() -> None:
     header = PushGradient(layout.digest, 0, 1, 0, 0, 0, 1.0, {}, drawn=CodecRound(0, []))
     (sent,) = tell(machine, 0, header, bytes(layout.ranges[0].num_bytes))
     assert "come as float32" in sent.header.reason
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_servers_that_step_refuse_it_too_and_apply_what_is_right(codec: Codec) -> None:
+    model = Served(codec)
+    size = model.layout.ranges[0].numel
+
+    def make_values(index: int, values: memoryview | None) -> RangeState:
+        return RangeState(torch.zeros(model.layout.ranges[index].numel), OptimizerSpec("SGD", {"lr": 1.0}))
+
+    machine = ServerMachine(
+        9, model.layout, servers=[9], workers=[0, 1], sync=Asynchronous(), make_values=make_values, filled=True,
+        encoding_of=model.encoding_of,
+    )  # fmt: skip
+    machine.on_start(0.0)
+    good = model.payload(0, model.values(0, 5, 1), 5, 1)
+    before = machine.served()[0].header(), machine.served()[0].values.export()
+    for payload in bad_payloads(codec, good, model.blocks.of(0, codec)):
+        (sent,) = tell(machine, 1, push(model, 0, 0, CodecRound(5, [])), payload)
+        assert isinstance(sent.header, RequestRefused) and "of rank 1 for range 0" in sent.header.reason
+        assert (machine.served()[0].header(), machine.served()[0].values.export()) == before
+    (sent,) = tell(machine, 1, push(model, 0, 0, CodecRound(5, [])), good)
+    assert isinstance(sent.header, PushTaken) and sent.header.applied
+    decoded = codec.decode(as_bytes(good), model.blocks.of(0, codec), RandomKeys.of_round(5, 0))
+    (pulled,) = tell(machine, 1, PullValues(model.layout.digest, 0, 1, 0, 1, -1))
+    values = -decoded
+    if isinstance(codec, Float16):
+        assert pulled.payload.nbytes == 2 * size
+        assert torch.equal(as_bytes(pulled.payload).view(torch.float16).float(), values)
+    else:
+        assert torch.equal(as_bytes(pulled.payload).view(torch.float32), values)
 
 
 # -- what is left over ------------------------------------------------------------------------------------------------

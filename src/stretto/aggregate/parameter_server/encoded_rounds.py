@@ -77,6 +77,7 @@ class EncodedRounds:
         self._places = {bucket: each for bucket, each in places.items() if bucket.state is not None}
         self._patience_s = patience_s
         self._clocks: dict[ReducedBucket, int] = {}  # of the round under way
+        self._may_have_some = False  # servers, left over
         self._unheard: dict[ReducedBucket, list[bool]] = {}  # of each parameter, in the last round
         self._concluded: dict[ReducedBucket, ExchangeContext] = {}  # the last round of which that was said
 
@@ -85,7 +86,7 @@ class EncodedRounds:
     def begin(self, bucket: ReducedBucket, turn: ExchangeContext, clock: int) -> None:
         """This turn of the bucket's is with servers."""
         if self._places.get(bucket):
-            self._clocks[bucket] = clock
+            self._clocks[bucket], self._may_have_some = clock, True
             turn.served = lambda codec: self._parts(bucket, codec)
 
     def _parts(self, bucket: ReducedBucket, codec: Codec) -> list[Share]:
@@ -174,6 +175,9 @@ class EncodedRounds:
 
     def go_on_with(self, residuals: Mapping[str, Tensor]) -> None:
         """Servers begin anew, and have this left over. Rank 0 only."""
+        if not residuals and not self._may_have_some:
+            return
+        self._may_have_some = True
         fills = []
         vectors: dict[ReducedBucket, Tensor] = {}
         for bucket, place in self._remembering():

@@ -212,7 +212,7 @@ class SynchronousServers(SynchronousAllReduce):
             self._give_left_over()
 
     def _give_left_over(self) -> None:
-        if self._job.rank == 0 and self._encoded is not None and (self._left_over or self._clock):
+        if self._job.rank == 0 and self._encoded is not None:
             self._encoded.go_on_with(self._left_over)
         self._left_over = {}
 
