@@ -16,8 +16,9 @@ and `BackupWorkers` step by means. `stretto.weight` counts in these means, and n
 A parameter that got no gradient counts as if it had zeros: a range is updated as a whole. (Momentum and weight decay go on for
 it, where torch would leave the parameter alone.)
 
-Precision: gradients travel as float32, and values and state are kept in float32 on the servers. A parameter in half precision
-gets the rounded values; its unrounded ones stay on the servers, and in what `stretto.save` writes.
+Precision: gradients travel as float32, or as a codec writes them (`push_encoding.py`), and values and state are kept in float32
+on the servers. A parameter in half precision gets the rounded values; its unrounded ones stay on the servers, and in what
+`stretto.save` writes.
 
 With a schedule that orders, ranges are pushed and pulled in the order in which the forward first reads them (`use_order.py`).
 Across the barrier `optimizer.step()` returns while its pushes wait for their turn, and a module's forward waits for the values of
@@ -32,7 +33,7 @@ for company on a server at that time (less than one update of `SoftSync` or `Bac
 
 Invariant: the values that a worker computes on are those of one version of each range, the version travels with the gradient, and
            nobody but the servers changes them: a parameter that was written to since the last step is refused.
-Cost:      m bytes up and m down in each step; one flat copy of the model and one of its gradients in the worker's memory.
+Cost:      m bytes up, or what a codec makes of them, and m down in each step; one flat copy of the model and one of its gradients in the worker's memory.
 Reference: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
 Departs:   a worker pulls as soon as it has pushed, and waits at the end of its step, where the paper pulls before the next one.
            It is the same wait, for nothing is computed in between.

@@ -15,7 +15,8 @@ Across the barrier a bucket is waited for where its parameters are read, as in a
 When parameters are frozen, unfrozen or added, buckets are made anew, and so is what the servers serve.
 
 Precision: values travel and are added as float32. Gradients in half precision become float32 before they are pushed and are
-rounded once, after the sum. What float32 cannot hold (float64, complex numbers) is combined by all-reduce instead.
+rounded once, after the sum. What float32 cannot hold (float64, complex numbers) is combined by all-reduce instead. Gradients
+that are compressed, of whatever precision, travel as their codec writes them, and so does their mean (`encoded_rounds.py`).
 """
 
 from __future__ import annotations

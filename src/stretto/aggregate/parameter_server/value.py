@@ -23,7 +23,8 @@ class ParameterServer:
 
     Cost for m bytes, P workers and S servers that share the workers' network cards: a worker sends m and receives m, a server
     receives P m / S and sends as much. With S = P, of which each worker's own server costs no network, every card carries
-    2 m (P - 1) / P each way, as in a ring. With servers on hosts of their own a worker's card carries m each way.
+    2 m (P - 1) / P each way, as in a ring. With servers on hosts of their own a worker's card carries m each way. With a codec in
+    `compress=` these are m bytes of payloads: both ways with `Synchronous`, else as docs/parameter-server.md says.
 
     With `sync=Synchronous()` servers only add up, in the order of ranks: all workers end with the same bits, and so does every
     run. With the other answers they step, and what is applied when depends on who comes first (`StaleSynchronous(0)` excepted).
