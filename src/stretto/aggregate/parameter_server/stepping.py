@@ -33,7 +33,8 @@ for company on a server at that time (less than one update of `SoftSync` or `Bac
 
 Invariant: the values that a worker computes on are those of one version of each range, the version travels with the gradient, and
            nobody but the servers changes them: a parameter that was written to since the last step is refused.
-Cost:      m bytes up, or what a codec makes of them, and m down in each step; one flat copy of the model and one of its gradients in the worker's memory.
+Cost:      m bytes up, or what a codec makes of them, and m down in each step; one flat copy of the model and one of its gradients
+           in the worker's memory.
 Reference: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
 Departs:   a worker pulls as soon as it has pushed, and waits at the end of its step, where the paper pulls before the next one.
            It is the same wait, for nothing is computed in between.
