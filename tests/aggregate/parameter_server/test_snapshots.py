@@ -261,7 +261,7 @@ def test_they_are_taken_while_training_goes_on_and_the_newest_two_are_kept(tmp_p
 
     def program(job: Job) -> None:
         model = mlp()
-        _, optimizer = distribute(model, sgd(model.parameters()), to(tmp_path, every_s=0.01), job=job)
+        _, optimizer = distribute(model, sgd(model.parameters()), to(tmp_path, Asynchronous(), every_s=0.01), job=job)
         while not any(snapshots.number_of(path) >= 4 for path in snapshots_in(tmp_path)):
             train(job, model, optimizer, range(3))
         job.barrier()
@@ -287,7 +287,7 @@ def test_a_full_disk_is_a_warning_and_training_and_later_snapshots_go_on(
 
     def program(job: Job) -> None:
         model = mlp()
-        _, optimizer = distribute(model, sgd(model.parameters()), to(tmp_path, every_s=0.01), job=job)
+        _, optimizer = distribute(model, sgd(model.parameters()), to(tmp_path, Asynchronous(), every_s=0.01), job=job)
         while not snapshots_in(tmp_path):
             train(job, model, optimizer, range(3))
         job.barrier()
