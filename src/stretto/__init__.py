@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stretto.api import local_rank as local_rank
     from stretto.api import main_first as main_first
     from stretto.api import print as print
+    from stretto.api import progress as progress
     from stretto.api import rank as rank
     from stretto.api import shutdown as shutdown
     from stretto.api import world_size as world_size
@@ -93,7 +94,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "stretto.api": (
-        "current_job", "device", "init", "is_initialized", "local_rank", "main_first", "print", "rank", "shutdown", "world_size",
+        "current_job", "device", "init", "is_initialized", "local_rank", "main_first", "print", "progress", "rank", "shutdown",
+        "world_size",
     ),
     "stretto.aggregate.all_reduce": ("AllReduce",),
     "stretto.aggregate.hierarchy": ("Hierarchy",),

@@ -23,6 +23,7 @@ import torch
 from stretto.errors import ConfigurationError, StrettoError
 from stretto.job import Job, WireName, check_wire, join
 from stretto.launching.detect import detect_here
+from stretto.observe.progress import Progress
 from stretto.observe.termination import before_termination
 from stretto.timeouts import Timeouts
 
@@ -70,6 +71,8 @@ def init(*, timeouts: Timeouts | None = None, wire: WireName = "auto") -> Job:
     if job.tracer is not None:
         job.begin_trace()
         before_termination(job.write_trace)
+    if job.launch.progress:
+        progress()
     return job
 
 
@@ -183,6 +186,25 @@ def print(
     job = _find_job()
     if job is None or job.rank == 0:
         builtins.print(*values, sep=sep, end=end, file=file, flush=flush)
+
+
+def progress(every_s: float | None = 5.0) -> None:
+    """From now on, rank 0 writes a line on how training goes to its stderr, every so many seconds; None: no more.
+
+    It has the worker's steps and, of the last seconds, steps per second, staleness (with servers), the share of waiting, and
+    bytes sent per second. `stretto run --progress` does the same without a change to the script.
+    """
+    job = current_job()
+    if every_s is not None and not 0 < every_s < 1e9:
+        raise ConfigurationError(
+            f"progress(every_s={every_s!r}): seconds between two lines, a positive number, or None for none."
+        )
+    if job.progress is not None:
+        job.progress.stop()
+        job.progress = None
+    if every_s is not None and job.rank == 0:
+        job.progress = Progress(job.ledger, job.world_size, every_s, sys.stderr)
+        job.threads.add(job.progress)
 
 
 @contextmanager

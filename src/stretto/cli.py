@@ -87,6 +87,9 @@ def run(
         str | None, typer.Option(metavar="TEXT", help="The strategy of a script that gives distribute() none, such as 'ddp()'.")
     ] = None,
     prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Put the rank before every line of output.")] = True,
+    progress: Annotated[
+        bool, typer.Option("--progress", help="Every 5 s a line on how training goes: steps/s, staleness, waiting, bytes/s.")
+    ] = False,
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write what each worker did when to DIR; then: stretto trace DIR.")
     ] = None,
@@ -112,6 +115,7 @@ def run(
         timeout_s=timeout,
         prefix=prefix,
         trace=trace,
+        progress=progress,
         encrypt=encrypt,
         meet_s=meet_timeout,
         max_restarts=max_restarts,

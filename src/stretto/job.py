@@ -31,6 +31,7 @@ from stretto.launching.server_meeting import did_not_meet, launch_of_worker, ope
 from stretto.observe import trace
 from stretto.observe.clocks import clock_offset
 from stretto.observe.ledger import Ledger
+from stretto.observe.progress import Progress
 from stretto.plan.auto import chosen_for
 from stretto.plan.choose import Choices
 from stretto.timeouts import Timeouts
@@ -75,6 +76,7 @@ class Job:
         self.weight = 1.0  # of this worker's gradients in a mean; see `stretto.weight`
         self.at_exit: Finalize | None = None
         self.ledger = Ledger()
+        self.progress: Progress | None = None  # while lines on how training goes are wanted
         self.tracer = None if launch.trace is None else trace.Tracer()
         self.clock = (0, 0)  # offset from rank 0's and its uncertainty, once measured
         self._collectives_of_ours = 0  # that nobody asked for: to compare clocks

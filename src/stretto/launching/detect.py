@@ -65,6 +65,7 @@ class Launch:
     run: str = ""  # tells this run from an earlier one of the same name
     ledger: str | None = None  # STRETTO_LEDGER: where to write, at the end, how many bytes were sent (the lab asks)
     trace: str | None = None  # STRETTO_TRACE: the folder for this rank's trace file; None: no tracing
+    progress: bool = False  # STRETTO_PROGRESS=on: rank 0 says every few seconds how training goes
     agent_store: bool = False  # torchrun's agent serves the store; otherwise rank 0 has to
     restart: int = 0  # how often the launcher has started this worker again
     strategy: str | None = None  # STRETTO_STRATEGY: for `distribute` calls that name none
@@ -249,6 +250,7 @@ def _launch(
         run=run,
         ledger=environ.get("STRETTO_LEDGER") or None,
         trace=environ.get("STRETTO_TRACE") or None,
+        progress=switch(environ, "STRETTO_PROGRESS", default=False),
         agent_store=agent_store,
         restart=restart,
         strategy=environ.get("STRETTO_STRATEGY") or None,

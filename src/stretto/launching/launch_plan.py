@@ -49,6 +49,7 @@ class RunPlan:
     meet_s: float | None = None  # None: as `timeout_s` has it, or the default of `Timeouts`
     prefix: bool = True
     trace: Path | None = None  # the folder, absolute: workers may change theirs
+    progress: bool = False  # rank 0 says every few seconds how training goes
     strategy: str | None = None  # for `distribute` calls that name none
     max_restarts: int = 0  # how often all workers are started again after one has failed
     min_workers: int | None = None  # of this node, with which the job goes on; None: with all of them
@@ -96,6 +97,7 @@ def make_plan(
     timeout_s: float | None,
     prefix: bool,
     trace: Path | None = None,
+    progress: bool = False,
     encrypt: bool | None = None,
     meet_s: float | None = None,
     strategy: str | None = None,
@@ -127,6 +129,7 @@ def make_plan(
         meet_s=meet_s,
         prefix=prefix,
         trace=None if trace is None else trace_folder(trace),
+        progress=progress,
         strategy=strategy,
         max_restarts=max_restarts,
         min_workers=min_workers,
@@ -369,6 +372,8 @@ def worker_environment(
         own["STRETTO_MEET_TIMEOUT"] = f"{plan.meet_s:g}"
     if plan.trace is not None:
         own["STRETTO_TRACE"] = str(plan.trace)
+    if plan.progress:
+        own["STRETTO_PROGRESS"] = "on"
     if plan.strategy is not None:
         own["STRETTO_STRATEGY"] = plan.strategy
     if servers_at is not None:
