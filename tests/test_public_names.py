@@ -20,7 +20,7 @@ NAMES = sorted([
     "UnreachableError", "WaitFree", "WireError", "WireTimeout", "WorkerFailed", "all_gather", "all_reduce", "all_to_all",
     "barrier", "broadcast", "current_job", "declare", "pull", "push", "server_ledgers",
     "device", "distribute", "gather", "gather_object", "group", "init", "is_initialized", "join", "launch", "load",
-    "local_rank", "main_first", "no_sync", "parse", "print", "rank", "recipes", "recv", "reduce", "reduce_scatter",
+    "local_rank", "main_first", "no_sync", "parse", "print", "progress", "rank", "recipes", "recv", "reduce", "reduce_scatter",
     "release", "save", "save_profile", "scatter", "send", "shutdown", "split", "start_all_gather", "start_all_reduce",
     "start_all_to_all", "start_barrier", "start_broadcast", "start_gather", "start_recv", "start_reduce",
     "start_reduce_scatter", "start_scatter", "start_send", "synchronize", "weight", "world", "world_size",
