@@ -13,7 +13,7 @@ from stretto.compress.catalogue import COMPRESSIONS
 
 NAMES = sorted([
     "AfterBackward", "AllReduce", "Asynchronous", "BackupWorkers", "BackwardFailed", "Buckets", "Caramel", "CheckpointError",
-    "ConfigurationError", "DelayCompensation", "FrameError", "SharedMemory", "SoftSync", "StaleSynchronous",
+    "ConfigurationError", "DelayCompensation", "Elastic", "FrameError", "SharedMemory", "SoftSync", "StaleSynchronous",
     "Group", "Hierarchy", "JobError", "LAMB", "LARS", "LinearWarmUp", "MalformedPayload", "Merged", "NonFiniteGradient",
     "ParameterServer", "PeerLost", "Priority", "RankMismatch", "RendezvousError", "Replicated", "Resumed", "Sampler",
     "SecretError", "Started", "Strategy", "StrettoError", "SyncBatchNorm", "Synchronous", "Tac", "Tic", "Timeouts",

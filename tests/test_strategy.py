@@ -14,7 +14,7 @@ from laws.strategies import EVERY_ALGORITHM, STRATEGIES
 from stretto import recipes
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.admission import warn_of_host_memory
-from stretto.aggregate.hierarchy import Hierarchy
+from stretto.aggregate.hierarchy import Elastic, Hierarchy
 from stretto.aggregate.parameter_server import ParameterServer
 from stretto.aggregate.shared_memory import SharedMemory
 from stretto.collectives import catalogue
@@ -109,6 +109,8 @@ def test_recipes_are_compositions() -> None:
     assert recipes.backup_workers(2, shards=2) == Strategy(aggregate=servers, sync=BackupWorkers(2))
     groups = Hierarchy(outer=servers, group_size=4)
     assert recipes.mxnet_mpi(group_size=4, shards=2) == Strategy(aggregate=groups, sync=Asynchronous())
+    drawn = Hierarchy(outer=ParameterServer(), elastic=Elastic(4))
+    assert recipes.mxnet_mpi(elastic=Elastic(4)) == Strategy(aggregate=drawn, sync=Asynchronous())
     assert recipes.hogwild() == Strategy(aggregate=SharedMemory(), sync=Asynchronous())
     for name, recipe in recipes.by_name().items():
         arguments = {"warm_up": 10} if name == "one_bit_adam" else {}  # how long is for the user to say

@@ -13,6 +13,7 @@ from stretto.compress.catalogue import COMPRESSIONS
 if TYPE_CHECKING:
     from stretto import recipes as recipes
     from stretto.aggregate.all_reduce import AllReduce as AllReduce
+    from stretto.aggregate.hierarchy import Elastic as Elastic
     from stretto.aggregate.hierarchy import Hierarchy as Hierarchy
     from stretto.aggregate.parameter_server import ParameterServer as ParameterServer
     from stretto.aggregate.shared_memory import SharedMemory as SharedMemory
@@ -98,7 +99,7 @@ _HOME = {
         "world_size",
     ),
     "stretto.aggregate.all_reduce": ("AllReduce",),
-    "stretto.aggregate.hierarchy": ("Hierarchy",),
+    "stretto.aggregate.hierarchy": ("Elastic", "Hierarchy"),
     "stretto.aggregate.parameter_server": ("ParameterServer",),
     "stretto.aggregate.shared_memory": ("SharedMemory",),
     "stretto.checkpoint": ("Resumed", "load", "save"),

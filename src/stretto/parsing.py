@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stretto import recipes
+from stretto.aggregate.hierarchy.elastic import Elastic
 from stretto.errors import ConfigurationError
 from stretto.plain_calls import CallReader
 from stretto.strategy import ANSWERS, Strategy
@@ -31,4 +32,4 @@ def parse(text: str, *, extra: Mapping[str, Callable[..., Any]] | None = None) -
 
 def _names() -> dict[str, Callable[..., Any]]:
     answers = {kind.__name__: kind for kinds in ANSWERS.values() for kind in kinds}
-    return {"Strategy": Strategy, "DelayCompensation": DelayCompensation, **answers, **recipes.by_name()}
+    return {"Strategy": Strategy, "DelayCompensation": DelayCompensation, "Elastic": Elastic, **answers, **recipes.by_name()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stretto.aggregate.all_reduce import AllReduce
+from stretto.aggregate.hierarchy.elastic import Elastic
 from stretto.aggregate.hierarchy.value import Hierarchy
 from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.aggregate.shared_memory.value import SharedMemory
@@ -204,13 +205,15 @@ def backup_workers(b: int = 1, *, shards: int | None = None) -> Strategy:
     return Strategy(aggregate=ParameterServer(shards), sync=BackupWorkers(b))
 
 
-def mxnet_mpi(*, group_size: int | None = None, shards: int | None = None) -> Strategy:
-    """MXNet-MPI: groups all-reduce inside, and each is one asynchronous client of the servers.
+def mxnet_mpi(*, group_size: int | None = None, shards: int | None = None, elastic: Elastic | None = None) -> Strategy:
+    """MXNet-MPI: groups all-reduce inside, and each is one asynchronous client of the servers. `elastic`: its Elastic SGD.
 
     Reference: Mamidala et al., arXiv:1801.03855. Groups are the workers of a host, or `group_size` that follow each other.
     Departs from it: any optimizer that servers know, and its state is on them.
     """
-    return Strategy(aggregate=Hierarchy(outer=ParameterServer(shards), group_size=group_size), sync=Asynchronous())
+    return Strategy(
+        aggregate=Hierarchy(outer=ParameterServer(shards), group_size=group_size, elastic=elastic), sync=Asynchronous()
+    )
 
 
 def hogwild() -> Strategy:

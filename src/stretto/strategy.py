@@ -1,6 +1,6 @@
 """Strategy: five questions about data-parallel training, answered by five small values.
 
-    aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer, group_size),
+    aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer, group_size, elastic),
                                                              ParameterServer(shards, replicas, snapshots, every_s), SharedMemory()
     sync        when?                                        Synchronous(); with servers also StaleSynchronous(bound),
                                                              Asynchronous(staleness_aware, delay_compensation), SoftSync(n),
@@ -25,6 +25,7 @@ from torch import nn
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.hierarchy import Hierarchy
+from stretto.aggregate.hierarchy.elastic_groups import ElasticGroups
 from stretto.aggregate.hierarchy.stepping_servers import GroupsWithSteppingServers
 from stretto.aggregate.hierarchy.summing_servers import GroupsWithSummingServers
 from stretto.aggregate.hierarchy.training import SynchronousHierarchy
@@ -141,6 +142,10 @@ WAYS: tuple[Way, ...] = (
     Way(Hierarchy, Synchronous, Replicated, SynchronousHierarchy, "outer=AllReduce"),
     Way(Hierarchy, Synchronous, Replicated, GroupsWithSummingServers, "outer=ParameterServer"),
     Way(ParameterServer, Synchronous, Replicated, SynchronousServers),
+    *(
+        Way(Hierarchy, sync, Replicated, ElasticGroups, "outer=ParameterServer, elastic=Elastic")
+        for sync in (Synchronous, StaleSynchronous, Asynchronous)
+    ),
     *(
         Way(Hierarchy, sync, Replicated, GroupsWithSteppingServers, "outer=ParameterServer")
         for sync in ANSWERS["sync"]

@@ -344,7 +344,7 @@ def test_when_servers_are_lost_a_group_hears_it_from_its_first_worker() -> None:
 
     texts = run_jobs(4, program)
     assert "rank 4" in texts[0] and "rank 4" in texts[2]
-    assert "rank 0 did not get the values for its group" in texts[1] and "rank 2 did not get" in texts[3]
+    assert "rank 0 did not get the values of" in texts[1] and "rank 2 did not get" in texts[3]
 
 
 def test_buffers_are_those_of_the_groups_first_worker() -> None:

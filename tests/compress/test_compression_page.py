@@ -55,7 +55,7 @@ def test_the_table_of_bytes_is_what_the_code_promises() -> None:
 
 def test_every_recipe_that_compresses_is_named() -> None:
     of_others = {"ddp", "data_parallel", "horovod", "mg_wfbp", "p3", "bytescheduler", "tictac", "caramel"}
-    of_others |= {"downpour", "ssp", "softsync", "backup_workers", "mxnet_mpi", "hogwild"}
+    of_others |= {"downpour", "ssp", "softsync", "backup_workers", "mxnet_mpi", "hogwild", "byteps"}
     for name in set(recipes.by_name()) - of_others:
         assert f"`recipes.{name}(" in PAGE
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.aggregate.hierarchy.elastic import Elastic
 from stretto.aggregate.hierarchy.value import Hierarchy
+from stretto.aggregate.parameter_server.training import SERVED_DTYPES
+from stretto.engine.stepping import decides_by_loss
 from stretto.errors import ConfigurationError
 from stretto.schedule.orders import FixedOrder
+from stretto.sync.asynchronous import Asynchronous
 
 if TYPE_CHECKING:
     from stretto.strategy import Strategy
@@ -29,4 +37,46 @@ def check_answers(strategy: Strategy) -> None:
             f"{asked} with schedule={strategy.schedule!r}: its plan is for workers of which each sends by itself, and here one "
             f"pushes for a group, when the group is ready.\n"
             f"Leave schedule= out, write Buckets(bytes=...), WaitFree() or AfterBackward(), or aggregate=ParameterServer()."
+        )
+
+
+# -- elastic averaging ------------------------------------------------------------------------------------------------
+
+
+def elastic_of(strategy: Strategy) -> Elastic:
+    elastic = hierarchy_of(strategy).elastic
+    assert elastic is not None, "another way of training"
+    return elastic
+
+
+def check_elastic_sync(strategy: Strategy) -> None:
+    if isinstance(strategy.sync, Asynchronous) and strategy.sync != Asynchronous():
+        raise ConfigurationError(
+            f"elastic={elastic_of(strategy)!r} with sync={strategy.sync!r}: what groups push are differences to the center and "
+            f"no gradients, and what a group loses the center has to gain.\nWrite sync=Asynchronous()."
+        )
+
+
+def check_elastic_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        refuse_deciding_by_loss(optimizer)
+    owned = {parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in owned:
+            raise ConfigurationError(
+                f"parameter {name} wants a gradient and is in none of the optimizers: what trains it would never come to the "
+                f"center.\nGive its optimizer to distribute() too, or freeze it: requires_grad_(False)."
+            )
+        if parameter.requires_grad and parameter.dtype not in SERVED_DTYPES:
+            raise ConfigurationError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}: the center is kept in float32, which cannot "
+                f"hold it.\nConvert the model (model.float()), or leave elastic= out, with sync=Synchronous()."
+            )
+
+
+def refuse_deciding_by_loss(optimizer: Optimizer) -> None:
+    if decides_by_loss(optimizer):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} with elastic averaging: it decides by the mean loss of all workers, and groups meet "
+            f"nowhere but at the center.\nUse an optimizer that steps by one gradient, such as torch.optim.SGD."
         )

@@ -20,59 +20,35 @@ Reference: Mamidala et al., "MXNET-MPI: embedding MPI parallelism in parameter s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.aggregate.all_reduce import AllReduce
-from stretto.aggregate.all_reduce.bucket import ReducedBucket
-from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.hierarchy import group_admission as admission
-from stretto.aggregate.hierarchy.group_job import GroupJob
-from stretto.aggregate.hierarchy.hosts import group_of
+from stretto.aggregate.hierarchy.from_first import FromFirst
+from stretto.aggregate.hierarchy.group_rounds import GroupRounds
 from stretto.aggregate.parameter_server.consistency import rule_for
 from stretto.aggregate.parameter_server.stepping import SteppingServers
 from stretto.aggregate.parameter_server.training import clients_of
 from stretto.collectives import calls
-from stretto.collectives.group import Group
-from stretto.collectives.plan import Kind
 from stretto.engine.bucket import Bucket
-from stretto.engine.training import NOBODY, Named, RoundEnd, RoundResult, Setting
-from stretto.engine.watch import Watch
-from stretto.errors import PeerLost, StrettoError, WireError
+from stretto.engine.training import NOBODY, Named, Setting
+from stretto.errors import PeerLost, StrettoError
 from stretto.job import Job
-from stretto.sync.synchronous import Synchronous
 
 if TYPE_CHECKING:
     from stretto.strategy import Strategy
 
 
-def train_inside(strategy: Strategy, job: Job, group: Group, setting: Setting) -> SynchronousAllReduce | None:
-    """Synchronous training of one group. None: it has one worker."""
-    if group.size == 1:
-        return None
-    algorithm = admission.hierarchy_of(strategy).inner.algorithm
-    inner = AllReduce("auto" if algorithm == "native" else algorithm)
-    inside = replace(strategy, aggregate=inner, sync=Synchronous())
-    return SynchronousAllReduce(inside, GroupJob(job, group), replace(setting, channel=group.new_channel()))
-
-
-class GroupsWithSteppingServers(SteppingServers):
+class GroupsWithSteppingServers(GroupRounds, SteppingServers):
     """`Hierarchy(outer=ParameterServer())` + `StaleSynchronous`, `Asynchronous`, `SoftSync` or `BackupWorkers` + `Replicated`."""
-
-    goes_on_without = False  # it needs those of its group
 
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
         super().__init__(strategy, job, setting)
-        self._within = group_of(job, admission.hierarchy_of(strategy).group_size)
-        self._spreading = self._within.new_channel()
-        self._inside = train_inside(strategy, job, self._within, setting) if self.engaged else None
+        self._values = FromFirst(self._within, f"the values of {setting.name} from the servers")
         self._share = self._within.size * len(clients_of(strategy, job)) / job.world_size  # of a group in a mean
-        self._mean_weight: float | None = None  # of the group's workers in the last round; None: there was none
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
@@ -85,70 +61,21 @@ class GroupsWithSteppingServers(SteppingServers):
         if job.world_size > 1:
             rule_for(strategy.sync, len(clients_of(strategy, job)))
 
-    @property
-    def _is_first(self) -> bool:
-        return self._within.rank == 0
-
     def arrange(self, dense: Sequence[Named], sparse: Sequence[Named]) -> Sequence[Bucket]:
-        super().arrange(dense, sparse)
-        return () if self._inside is None else self._inside.arrange(dense, sparse)
+        SteppingServers.arrange(self, dense, sparse)
+        return self._arrange_inside(dense, sparse)
 
-    def is_current(self) -> bool:
-        return self._inside is None or self._inside.is_current()
-
-    def adopt(self, new: Sequence[Tensor], found: Sequence[Named]) -> None:
-        if self._inside is not None:
-            self._inside.adopt(new, found)
-
-    def close(self) -> None:
-        if self._inside is not None:
-            self._inside.close()
-        super().close()
-
-    # -- rounds, which are the group's --------------------------------------------------------------------------------
-
-    def before_forward(self, buffers: Watch | None, *, saved: bool) -> None:
-        if self._inside is not None:
-            with self._leaving():
-                self._inside.before_forward(buffers, saved=saved)
-
-    def round_begins(self) -> None:
-        if self._inside is not None:
-            self._inside.round_begins()
-
-    def bucket_ready(self, bucket: Bucket) -> None:
-        assert self._inside is not None and isinstance(bucket, ReducedBucket)
-        self._inside.bucket_ready(bucket)
-
-    def is_complete(self, parameter: Tensor) -> bool:
-        return self._inside is not None and self._inside.is_complete(parameter)
-
-    def backward_ended(self, end: RoundEnd) -> RoundResult:
-        if self._inside is None:
-            return super().backward_ended(end)
-        with self._leaving():
-            result = self._inside.backward_ended(end)
-        if result.combined:
-            self._mean_weight = self._inside.closing.read()[0].weight
-        return result
-
-    @contextmanager
-    def _leaving(self) -> Iterator[None]:
-        """If a worker of the group is lost, the group is, and no other group is to wait for it."""
-        try:
-            yield
-        except PeerLost as lost:
-            self._broken = lost
-            if self._service is not None:
-                self._end_service()
-            raise
-
-    # -- steps --------------------------------------------------------------------------------------------------------
+    def _lose_group(self, lost: PeerLost) -> None:
+        self._broken = lost
+        if self._service is not None:
+            self._end_service()
 
     @property
     def _weight(self) -> float:
         mine = self._job.weight if self._mean_weight is None else self._mean_weight
         return mine * self._share
+
+    # -- steps --------------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> Set[Tensor] | None:
         if self._is_first:
@@ -159,16 +86,15 @@ class GroupsWithSteppingServers(SteppingServers):
     def after_step(self, optimizer: Optimizer) -> None:
         number = next((number for number, given in enumerate(self._optimizers) if given is optimizer), None)
         if number is not None:
-            with self._telling([number]):
+            with self._values.telling(self._part(number)):
                 super().after_step(optimizer)
             self._spread([number])
 
     def _pull_all(self) -> None:
-        everything = range(len(self._optimizers))
-        with self._telling(everything):
+        with self._values.telling(self._part(0)):
             if self._is_first:
                 super()._pull_all()
-        self._spread(everything)
+        self._spread(range(len(self._optimizers)))
 
     @property
     def _is_untouched(self) -> bool:
@@ -176,47 +102,19 @@ class GroupsWithSteppingServers(SteppingServers):
         mine = super()._is_untouched
         return mine if self._within.size == 1 else all(calls.gather_object(self._within, mine))
 
-    # -- what the first worker has pulled -----------------------------------------------------------------------------
-
-    def _parts(self, numbers: Sequence[int]) -> list[Tensor]:
-        """The values of these optimizers' parameters, which lie together."""
-        parts = []
-        for number in numbers:
-            if entries := [each for each in self._inventory.entries if each.optimizer == number]:
-                parts.append(self._flat[entries[0].start : entries[-1].stop])
-        return parts
-
     def _spread(self, numbers: Sequence[int]) -> None:
-        """All workers of the group get the values that the first has."""
-        if self._within.size == 1:
-            return
-        for part in self._parts(numbers):
-            name = self._within.next_name(self._spreading)
-            try:
-                with self._leaving():
-                    self._within.run(Kind.BROADCAST, part, "chain", root=0, name=name, label=self._label)
-            except StrettoError as error:
-                self._broken = error  # this worker has other values than its group
-                raise
+        """All workers of the group get the values that the first has pulled, of these optimizers."""
+        try:
+            with self._in_group():
+                for number in numbers:
+                    self._values.give(self._part(number))
+        except StrettoError as error:
+            self._broken = error  # this worker has other values than its group
+            raise
         if not self._is_first:
             self._copy(each for each in self._inventory.entries if each.optimizer in numbers)
 
-    @contextmanager
-    def _telling(self, numbers: Sequence[int]) -> Iterator[None]:
-        """The first worker's error is that of its group, which waits for the values."""
-        try:
-            yield
-        except Exception as error:
-            parts = self._parts(numbers)
-            if self._is_first and self._within.size > 1 and parts and not self._job.closed:
-                name, text = self._within.next_name(self._spreading), f"{type(error).__name__}: {error}"
-                told = WireError(f"rank {self._job.rank} did not get the values for its group from the servers: {text}")
-                never = self._within.start(
-                    Kind.BROADCAST, parts[0], "chain", root=0, name=name, ready=lambda: False, label=self._label
-                )
-                self._within.fail(never, told)
-            raise
-
-    @property
-    def _label(self) -> str:
-        return f" of the values of {self._setting.name}, from the servers"
+    def _part(self, number: int) -> Tensor:
+        """The values of an optimizer's parameters, which lie together."""
+        places = [place for each in self._inventory.entries if each.optimizer == number for place in (each.start, each.stop)]
+        return self._flat[min(places) : max(places)] if places else self._flat[:0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stretto.aggregate.all_reduce import AllReduce
+from stretto.aggregate.hierarchy.elastic import Elastic
 from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.errors import ConfigurationError
 
@@ -19,7 +20,8 @@ class Hierarchy:
     `inner`: `AllReduce("native")` or `AllReduce()`: the fastest that the workers of a host have in common, which the log names;
     `AllReduce("ring")`: our wire. `outer`: any all-reduce, among the workers with the same place on their hosts; or
     `ParameterServer()`: the first worker of each host pushes and pulls for all of them. `group_size`: combine so many workers
-    that follow each other instead of those of a host.
+    that follow each other instead of those of a host. `elastic`: groups train by themselves, and are drawn to a center on the
+    servers.
 
     Cost between h hosts of g workers, for m bytes: each host sends 2 m (h - 1)/h through its network card, where a flat ring over
     all workers sends 2 m (g h - 1)/(g h): with two hosts of two workers m instead of 1.5 m. Compressed, one worker of each host
@@ -37,6 +39,7 @@ class Hierarchy:
     inner: AllReduce = field(default_factory=lambda: AllReduce("native"))
     outer: AllReduce | ParameterServer = field(default_factory=AllReduce)
     group_size: int | None = None
+    elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, AllReduce):
@@ -59,6 +62,7 @@ class Hierarchy:
                 f"Hierarchy(outer={self.outer!r}): torch's own all-reduce is among all workers, and hosts exchange their shares "
                 f'in groups.\nWrite outer=AllReduce(), which picks by measuring, or outer=AllReduce("ring").'
             )
+        self._check_elastic()
         size = self.group_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ConfigurationError(
@@ -66,7 +70,25 @@ class Hierarchy:
                 f"out for the workers of each host."
             )
 
+    def _check_elastic(self) -> None:
+        if self.elastic is None:
+            return
+        if not isinstance(self.elastic, Elastic):
+            raise ConfigurationError(
+                f"Hierarchy(elastic={self.elastic!r}): that is not an Elastic. Write elastic=Elastic(every=4), or leave it out."
+            )
+        if not isinstance(self.outer, ParameterServer):
+            raise ConfigurationError(
+                f"Hierarchy(outer={self.outer!r}, elastic={self.elastic!r}): the center lies on servers.\n"
+                f"Write outer=ParameterServer()."
+            )
+        if self.outer.snapshots is not None:
+            raise ConfigurationError(
+                f"Hierarchy(outer={self.outer!r}, elastic={self.elastic!r}): snapshots are of models whose optimizer is on the "
+                f"servers, and here it is on the workers.\nLeave snapshots= out, and call stretto.save."
+            )
+
     @property
     def variant(self) -> str:
         """What the way of training depends on."""
-        return f"outer={type(self.outer).__name__}"
+        return f"outer={type(self.outer).__name__}" + ("" if self.elastic is None else ", elastic=Elastic")

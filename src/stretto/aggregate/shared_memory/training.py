@@ -61,9 +61,8 @@ class Hogwild(Training[Bucket]):
         self._weights: SharedWeights | None = None
         self._places: Mapping[Tensor, int] = {}  # parameter -> its address
         self._names: Mapping[Tensor, str] = {}
-        # The last one stands for all optimizers that were not given to distribute().
-        self._read: list[int | None] = [None] * (len(self._optimizers) + 1)  # others' steps when a forward began
-        self._ended = [0] * (len(self._optimizers) + 1)  # others' steps when this worker's last one ended
+        self._read: list[int | None] = [None] * len(self._optimizers)  # others' steps when a forward began, by optimizer
+        self._ended = [0] * len(self._optimizers)  # others' steps when this worker's last one ended
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
@@ -159,7 +158,9 @@ class Hogwild(Training[Bucket]):
         assert self._weights is not None
         for name, parameter in self._stepped_by(optimizer):
             self._check_here(name, parameter)
-        number = next((number for number, given in enumerate(self._optimizers) if given is optimizer), len(self._optimizers))
+        number = next((number for number, given in enumerate(self._optimizers) if given is optimizer), None)
+        if number is None:
+            return
         began = self._read[number]
         now = self._weights.steps_of_others(number)
         self._job.ledger.count_round(staleness=now - (self._ended[number] if began is None else began))
