@@ -142,6 +142,8 @@ def serve(
     meet_timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="How long all may take to meet. Default: --timeout, else 600.")
     ] = None,
+    restarts: Annotated[int, typer.Option(metavar="N", help="When it dies, start it again, so many times.")] = 0,
+    life: Annotated[int, typer.Option(hidden=True, help="How often it has died before.")] = 0,
     forever: Annotated[bool, typer.Option("--forever", help="When a job has ended, wait for the next one.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing while all goes well.")] = False,
 ) -> None:
@@ -155,8 +157,14 @@ def serve(
     launch_plan.check_seconds("--meet-timeout", meet_timeout)
     server = server_meeting.joining_server(
         os.environ, number=number, num_servers=servers, num_workers=workers, rendezvous=rendezvous, secret_file=secret_file,
-        encrypt=encrypt,
+        encrypt=encrypt, life=life,
     )  # fmt: skip
+    server_meeting.check_restarts(restarts, forever)
+    if restarts:
+        from stretto.aggregate.parameter_server import keeper
+
+        options = {"--timeout": timeout, "--meet-timeout": meet_timeout}
+        server_meeting.keep(keeper.__file__, restarts, server, options, quiet, os.environ)
     from stretto.aggregate.parameter_server import dedicated  # brings in torch: not for a command line that is refused
 
     timeouts = server_meeting.server_timeouts(os.environ, timeout, meet_timeout)

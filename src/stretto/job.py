@@ -247,7 +247,7 @@ class Job:
         if problem:
             raise JobError(f"rank 0 could not start the coordinator at which workers and servers meet: {problem}")
         try:
-            wire = meet(ours, self.timeouts)
+            wire = meet(ours, self.timeouts, accept_later=True)
         except JobError as error:
             raise did_not_meet(self.launch, error) from error
         self.to_servers = CommunicationThread(Communicator(wire, self.timeouts))

@@ -22,6 +22,8 @@ from stretto.launching.launch_report import how_it_ended
 from stretto.launching.processes import ProcessReport
 from stretto.launching.server_meeting import JoiningServer
 
+RESTARTS = 3  # of each server
+
 
 class NodeServers:
     def __init__(self, plan: RunPlan, environ: Mapping[str, str]) -> None:
@@ -46,7 +48,7 @@ class NodeServers:
         """Name, words and environment of each; they are taken for alive from now on."""
         for name, server in self._servers.items():
             self.alive.add(name)
-            yield name, server.command(), server_environment(self._plan, self._environ)
+            yield name, [*server.command(), "--restarts", str(RESTARTS)], server_environment(self._plan, self._environ)
 
     def note_end(self, report: ProcessReport, code: int, *, early: bool) -> str | None:
         """What a person should know about it. `early`: while somebody may need it."""

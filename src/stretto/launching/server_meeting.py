@@ -15,13 +15,16 @@ rendezvous is a loopback address all are on one host, and publish that address.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from stretto.errors import ConfigurationError, JobError, SecretError
+from stretto.launching import coordinator_process
 from stretto.launching import secret as secrets
 from stretto.launching.detect import DedicatedServers, Launch, deadlines, secret_in, switch
 from stretto.launching.hosts import host_identity, is_loopback, join_address, split_address
@@ -45,6 +48,7 @@ class JoiningServer:
     encrypt: bool
     interface: str | None = None
     ledger: str | None = None  # as `Launch.ledger`
+    life: int = 0  # how often it has died before
 
     def __post_init__(self) -> None:
         if self.num_workers < 2:
@@ -64,10 +68,11 @@ class JoiningServer:
 
     @property
     def launch(self) -> Launch:
-        return _among_all(self.rank, self.num_workers + self.num_servers, self, self.secret, self.interface)
+        launch = _among_all(self.rank, self.num_workers + self.num_servers, self, self.secret, self.interface)
+        return dataclasses.replace(launch, restart=self.life)
 
     def command(self) -> list[str]:
-        """What runs it. The secret is not there, where others could read it: see `launch_plan.server_environment`."""
+        """What runs it. The secret is not there, where others could read it: the environment has to have it."""
         return [
             sys.executable, "-u", "-m", "stretto", "serve", "--quiet",
             "--rendezvous", self.rendezvous,
@@ -91,6 +96,7 @@ def joining_server(
     rendezvous: str,
     secret_file: Path | None,
     encrypt: bool | None,
+    life: int = 0,
 ) -> JoiningServer:
     """What `stretto serve` was asked for, checked."""
     try:
@@ -110,6 +116,7 @@ def joining_server(
         number=number, num_servers=num_servers, num_workers=num_workers, rendezvous=rendezvous, secret=secret,
         encrypt=switch(environ, "STRETTO_ENCRYPT", default=not is_loopback(host)) if encrypt is None else encrypt,
         interface=environ.get("STRETTO_INTERFACE") or None, ledger=environ.get("STRETTO_LEDGER") or None,
+        life=life,
     )  # fmt: skip
 
 
@@ -130,7 +137,7 @@ def open_rendezvous(launch: Launch, timeouts: Timeouts) -> None:
     # The name may mean a loopback address on its own host, so it listens on all; the door is shut to strangers anyway.
     bind = host if launch.one_host else ("::" if ":" in host else "0.0.0.0")
     deadline = time.monotonic() + timeouts.connect_s
-    start_coordinator(join_address(bind, port), launch.world_size, launch.secret, launch.encrypt, deadline)
+    start_coordinator(join_address(bind, port), launch.world_size, launch.secret, launch.encrypt, deadline, outlives=True)
 
 
 def did_not_meet(launch: Launch, error: JobError) -> JobError:
@@ -159,3 +166,27 @@ def server_timeouts(environ: Mapping[str, str], timeout_s: float | None, meet_s:
     """The command line's word, else the variables that workers read."""
     said = {"STRETTO_TIMEOUT": timeout_s, "STRETTO_MEET_TIMEOUT": meet_s}
     return deadlines({**environ, **{name: f"{seconds:g}" for name, seconds in said.items() if seconds is not None}})
+
+
+def check_restarts(restarts: int, forever: bool) -> None:
+    if restarts < 0 or (restarts and forever):
+        raise ConfigurationError(
+            f"--restarts {restarts}{' with --forever' if forever else ''}: a server that dies is started again so often in "
+            f"one job, 0 times or more.\nWrite for instance --restarts 3; with --forever leave it out."
+        )
+
+
+def keep(
+    keeper: str,
+    restarts: int,
+    server: JoiningServer,
+    options: Mapping[str, float | None],
+    quiet: bool,
+    environ: Mapping[str, str],
+) -> NoReturn:
+    """Become the keeper of this server, who adds the number of its life to the command."""
+    words = [word for name, value in options.items() if value is not None for word in (name, f"{value:g}")]
+    command = [word for word in server.command() if quiet or word != "--quiet"]
+    argv = [sys.executable, "-I", "-S", keeper, str(restarts), *command, *words, "--life"]
+    own = {"STRETTO_SECRET": server.secret.hex()}
+    os.execve(sys.executable, argv, {**coordinator_process.importing_stretto(environ), **own})

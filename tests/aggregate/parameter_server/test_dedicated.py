@@ -14,7 +14,7 @@ from stretto.errors import ConfigurationError, SecretError
 from stretto.launching import launch_plan, node_servers, secret, spawn
 from stretto.launching.detect import DedicatedServers, detect
 from stretto.launching.launch_plan import RunPlan, make_plan
-from stretto.launching.server_meeting import JoiningServer, joining_server, launch_of_worker
+from stretto.launching.server_meeting import JoiningServer, check_restarts, joining_server, launch_of_worker
 
 SECRET = "5a" * 32
 WORKER = {"STRETTO_RANK": "1", "STRETTO_WORLD_SIZE": "4", "STRETTO_LOCAL_RANK": "1", "STRETTO_LOCAL_WORLD_SIZE": "2"} | {
@@ -127,6 +127,55 @@ def test_a_node_may_have_servers_only_and_ends_when_the_last_worker_has_left(tmp
     assert done.returncode == 0, done.stderr
     host, port = meeting.split(":")
     assert f"2 DedicatedServers(number=2, rendezvous='{host}:{int(port) + 2}', encrypt=True)" in done.stdout
+
+
+BACK = (
+    TRAIN
+    + """
+def server_process(number):
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = cmdline.read_bytes().decode().split("\\0")
+        except OSError:
+            continue
+        if "--number" in words and words[words.index("--number") + 1] == str(number) and not any("keeper" in w for w in words):
+            if job.launch.servers.rendezvous in words:
+                return int(cmdline.parent.name)
+
+def kill_and_await(number):
+    network = job.server_networks[0]
+    if job.rank == 0:
+        os.kill(server_process(number), 9)
+    deadline = time.monotonic() + 60
+    while not (network.lives[number] and network.every_part_has_copies(1)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    stretto.barrier()
+
+stretto.declare("seen", torch.zeros(3), servers=ParameterServer(replicas=1))
+for number in range(2):
+    stretto.push("seen", torch.ones(3))
+    stretto.barrier()
+    kill_and_await(number)
+assert stretto.pull("seen").tolist() == [4, 4, 4]
+print("lives", *job.server_networks[0].lives)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_servers_that_are_killed_one_after_the_other_come_back_and_lose_nothing(tmp_path: Path, preloaded: Preloaded) -> None:
+    (tmp_path / "train.py").write_text(BACK)
+    done = preloaded.shell("stretto run -n 2 --servers 2 --no-prefix train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["lives 1 2"] * 2
+    assert "server 0 has been started again, and has joined" in done.stderr
+
+
+@pytest.mark.parametrize(("restarts", "forever"), [(-1, False), (1, True)])
+def test_restarts_that_cannot_be_are_refused(restarts: int, forever: bool) -> None:
+    with pytest.raises(ConfigurationError, match=f"--restarts {restarts}"):
+        check_restarts(restarts, forever)
 
 
 @pytest.mark.slow

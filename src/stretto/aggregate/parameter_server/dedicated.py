@@ -1,15 +1,19 @@
 """A server that was started apart from the workers: what `stretto serve` runs, by hand or by `stretto run` and `stretto lab`.
 
-    waiting ──all have met──▶ serving ──the last worker has left, or died──▶ ended     exit code 0
+    waiting ──all have met──▶ serving ──the last worker has left──▶ ended              exit code 0
+       │                         └ ──all workers have died, or it has failed──▶ ended              1
        │ ──somebody has not come by the deadline──▶ an error that names it             2
        │ ──SIGTERM──▶ ended at once          (serving: no answer to it; servers follow their workers)
        └ ──Ctrl-C, also while serving──▶ ended at once, and workers lose it            130
 
-With `forever` the next job is waited for, with the same number of workers and the same secret, for as long as it takes.
+One that dies is started again by a `keeper`, if it was started with one (`--restarts`): it joins those that go on, and is handed
+its part of what they serve. With `forever` the next job is waited for, with the same number of workers and the same secret, for
+as long as it takes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
 import sys
@@ -18,9 +22,10 @@ from typing import Final
 
 import torch
 
-from stretto.aggregate.parameter_server.process import serve
+from stretto.aggregate.parameter_server.joining import join_network
+from stretto.aggregate.parameter_server.keeper import NOT_JOINED
+from stretto.aggregate.parameter_server.process import begin_again, serve
 from stretto.errors import ConfigurationError, JobError
-from stretto.job import meet
 from stretto.launching.coordinator import why_unreachable
 from stretto.launching.ledger_file import write_ledger
 from stretto.launching.server_meeting import JoiningServer
@@ -42,6 +47,9 @@ def run(server: JoiningServer, timeouts: Timeouts, *, forever: bool, quiet: bool
         if not quiet:
             print(f"{name} {text}", file=sys.stderr, flush=True)
 
+    if server.life:
+        begin_again()
+        timeouts = dataclasses.replace(timeouts, meet_s=timeouts.connect_s)  # the others are there, or gone
     while True:
         say(f"waits for {server.num_workers} workers at {server.rendezvous}")
         if forever:
@@ -49,6 +57,9 @@ def run(server: JoiningServer, timeouts: Timeouts, *, forever: bool, quiet: bool
         try:
             wire = _meet(server, timeouts)
         except JobError as error:
+            if server.life:
+                log.warning("%s has not joined again: %s", name, error)
+                return NOT_JOINED
             if not forever:
                 raise
             log.warning("%s could not join a job, and waits for the next one: %s", name, error)
@@ -56,8 +67,8 @@ def run(server: JoiningServer, timeouts: Timeouts, *, forever: bool, quiet: bool
             continue
         say("serves")
         well = _serve(wire, server, timeouts)
-        say("has ended: all workers have left" if well else "has failed: its log says why")
-        if not forever or not well:
+        say("has ended: all workers have left" if well else "has ended: it has lost all workers at once, or has failed")
+        if not forever:
             return 0 if well else 1
 
 
@@ -71,7 +82,7 @@ def _meet(server: JoiningServer, timeouts: Timeouts) -> Wire:
     together = f"{server.num_workers} workers and {server.num_servers} servers"
     who = f"server {server.number}, which is rank {server.rank} of the job's {together}"
     try:
-        return meet(server.launch, timeouts)
+        return join_network(server.launch, timeouts)
     except ConfigurationError as error:
         raise ConfigurationError(
             f"{who}: {error}\nHere workers and servers count together: compare --workers and --servers with the job's."
@@ -84,7 +95,7 @@ def _meet(server: JoiningServer, timeouts: Timeouts) -> Wire:
 def _serve(wire: Wire, server: JoiningServer, timeouts: Timeouts) -> bool:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        return serve(wire, range(server.num_workers), timeouts)
+        return serve(wire, range(server.num_workers), timeouts, launch=server.launch)
     finally:
         signal.signal(signal.SIGTERM, before)
         if server.ledger is not None:

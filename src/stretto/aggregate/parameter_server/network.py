@@ -60,6 +60,7 @@ from stretto.launching.hosts import host_identity, join_address
 from stretto.launching.introduce import local_address, report_ended
 from stretto.launching.introduction_messages import Ended
 from stretto.launching.rendezvous import start_coordinator
+from stretto.launching.server_meeting import launch_of_worker
 from stretto.protocol.loop import Running
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
@@ -223,7 +224,8 @@ def number_dedicated(job: Job) -> int:
 
 def _dedicated(job: Job) -> ServerNetwork:
     assert job.to_servers is not None
-    network, job.to_servers = ServerNetwork(job, job.to_servers, number_dedicated(job)), None
+    launch = launch_of_worker(job.launch)
+    network, job.to_servers = ServerNetwork(job, job.to_servers, number_dedicated(job), launch=launch), None
     return network
 
 

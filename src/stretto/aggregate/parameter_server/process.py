@@ -105,6 +105,11 @@ def serve(
     return alone.is_set() and (launch is None or machine.somebody_has_left)
 
 
+def begin_again() -> None:
+    """The others wait for what a server in a later life will serve: with a first optimizer torch imports for seconds."""
+    RangeState(torch.zeros(1), OptimizerSpec("SGD", {"lr": 0.0}))
+
+
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # these are for the workers, whom servers follow
         signal.signal(number, signal.SIG_IGN)
@@ -117,8 +122,8 @@ def main() -> int:
         secret=bytes.fromhex(place.secret), encrypt=place.encrypt, launcher="stretto", interface=place.interface,
         restart=int(sys.argv[1]),
     )  # fmt: skip
-    if launch.restart:  # the others wait for what it will serve: with a first optimizer torch imports for seconds
-        RangeState(torch.zeros(1), OptimizerSpec("SGD", {"lr": 0.0}))
+    if launch.restart:
+        begin_again()
     try:
         wire = join_network(launch, timeouts)
     except StrettoError as problem:
