@@ -98,11 +98,13 @@ def _apply(content: SnapshotContent, engine: Engine, named: dict[str, Tensor], b
         load_exactly(optimizer, _state_dict(optimizer, options, names, kept))
     engine.loop.begin_anew()
     carried, lost = ["parameters, buffers and options as one worker had them", "the optimizer's state"], []
+    has_servers = isinstance(engine.training, SteppingServers)
     if isinstance(engine.training, SteppingServers):
         engine.training.steps_before = content.steps
-        engine.training.load_state(TrainingState(0, {}, {name: _beside(each) for name, each in kept.items()}))
-    elif engine.training.state_text is not None:
-        lost.append(f"what compress={engine.training.state_text} remembers begins anew")
+        beside = {name: _beside(each) for name, each in kept.items()}
+        engine.training.load_state(TrainingState(content.steps, {}, beside))
+    if engine.strategy.compress.remembers or (engine.training.state_text is not None and not has_servers):
+        lost.append(f"what compress={engine.strategy.compress!r} remembers begins anew: no server has it")
     lost.append("each worker's weight, local buffers, random numbers and place in the data (they are not on the servers)")
     if any(not parameter.requires_grad for parameter in engine.model.parameters()):
         lost.append("frozen parameters, which the servers do not have: they stay as they are")

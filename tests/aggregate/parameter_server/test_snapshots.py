@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from aggregate.parameter_server.stepping_worker import adam, mlp, sgd, strategy, train, values_of
+from stretto.aggregate.hierarchy import Hierarchy
 from stretto.aggregate.parameter_server import ParameterServer, snapshot, snapshots
 from stretto.aggregate.parameter_server.snapshot import read_snapshot, write_snapshot
 from stretto.aggregate.parameter_server.snapshot_content import SnapshotEnd, SnapshotHeader
 from stretto.aggregate.parameter_server.snapshots import SnapshotTaker, snapshots_in
 from stretto.checkpoint import Resumed, load
+from stretto.compress.error_feedback import ErrorFeedback
+from stretto.compress.float16 import Float16
+from stretto.compress.sign import Sign
 from stretto.distributing import distribute, engine_of, release
 from stretto.errors import CheckpointError, ConfigurationError, PeerLost, StrettoError
 from stretto.job import Job
@@ -500,3 +505,58 @@ def test_a_folder_that_cannot_be_made_is_told_when_the_model_is_distributed(tmp_
             distribute(model, sgd(model.parameters()), to(tmp_path / "file" / "folder"), job=job)
 
     run_jobs(2, program)
+
+
+def test_groups_of_workers_are_told_of_a_snapshot_and_go_on_from_it(tmp_path: Path) -> None:
+    groups = Strategy(
+        aggregate=Hierarchy(outer=ParameterServer(2, snapshots=str(tmp_path), every_s=3600.0), group_size=2),
+        sync=StaleSynchronous(0),
+    )
+
+    def before(job: Job) -> tuple[list[Tensor], str]:
+        model = mlp(job.rank)
+        _, optimizer = distribute(model, adam(model.parameters()), groups, job=job)
+        at_snapshot = train(job, model, optimizer, range(3))[-1]
+        job.barrier()
+        if job.rank == 0:
+            take(model)
+            kill_servers(job, 2)
+        job.barrier()
+        with pytest.raises(StrettoError) as lost:
+            train(job, model, optimizer, range(3, 1000))
+        return at_snapshot, str(lost.value)
+
+    def after(job: Job) -> list[Tensor]:
+        model = mlp(9)
+        _, optimizer = distribute(model, adam(model.parameters()), groups, job=job)
+        assert load(tmp_path, model, optimizer, job=job).extra == {"step": 3}
+        found = values_of(model)
+        train(job, model, optimizer, range(1))
+        return found
+
+    trained = run_jobs(4, before)
+    assert all("stretto.load(" in trained[first][1] for first in (0, 2))  # of each group
+    assert all(same(found, trained[0][0]) for found in run_jobs(4, after))
+
+
+@pytest.mark.parametrize("codec", [ErrorFeedback(Sign()), Float16()], ids=["error feedback", "float16"])
+def test_training_with_a_codec_goes_on_from_a_snapshot(codec: Any, tmp_path: Path) -> None:
+    chosen = replace(to(tmp_path), compress=codec)
+
+    def program(job: Job, resumes: bool) -> list[Tensor]:
+        model = mlp(job.rank + 5 * resumes)
+        _, optimizer = distribute(model, adam(model.parameters()), chosen, job=job)
+        if resumes:
+            resumed = load(tmp_path, model, optimizer, job=job)
+            assert resumed.extra == {"step": 3}
+            assert any("remembers begins anew" in each for each in resumed.lost) == codec.remembers
+            return values_of(model)
+        train(job, model, optimizer, range(3))
+        job.barrier()
+        if job.rank == 0:
+            take(model)
+        job.barrier()
+        return values_of(model)
+
+    before, after = run_jobs(2, program, False), run_jobs(2, program, True)
+    assert same(before[0], after[0]) and same(after[0], after[1])
