@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.aggregate.all_reduce.planning import ROUNDS_TO_WATCH
+from stretto.aggregate.hierarchy.elastic_groups import ElasticGroups
 from stretto.aggregate.parameter_server.server_record import ServerLedger
 from stretto.aggregate.parameter_server.stepping import SteppingServers
 from stretto.aggregate.parameter_server.training import SynchronousServers
@@ -229,7 +230,7 @@ def server_ledgers(model: nn.Module) -> dict[int, ServerLedger]:
     at work, how long their queues were. By the server's number in `job.ledger.sent`; of those that live. Any worker may ask.
     """
     engine = engine_of(model)
-    if isinstance(engine.training, (SteppingServers, SynchronousServers)):
+    if isinstance(engine.training, (SteppingServers, SynchronousServers, ElasticGroups)):
         return engine.training.server_ledgers()
     raise ConfigurationError(
         f"server_ledgers({engine.name}): it trains with {engine.strategy!r}, without servers.\n"

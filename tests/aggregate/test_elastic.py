@@ -28,7 +28,7 @@ from stretto import (
     parse,
     save,
 )
-from stretto.distributing import distribute, engine_of, join, release
+from stretto.distributing import distribute, engine_of, join, release, server_ledgers
 from stretto.errors import ConfigurationError, PeerLost, StrettoError
 from stretto.job import Job
 from stretto.testing import run_jobs
@@ -149,6 +149,23 @@ def test_the_staleness_of_an_exchange_is_in_the_ledger_of_a_groups_first_worker(
     first, member, other, _ = counts
     assert not member and first.total() == other.total() == 3  # exchanges
     assert {*first, *other} <= {0, 1}
+
+
+def test_the_servers_count_what_groups_add() -> None:
+    def program(job: Job) -> int:
+        model = mlp()
+        optimizer = distribute(model, sgd(model.parameters()), elastic(2, size=2), job=job)[1]
+        for number in range(4):
+            backward(model, job.rank, number)
+            optimizer.step()
+        job.barrier()
+        ledgers = server_ledgers(model).values()
+        assert {rank for each in ledgers for rank in each.workers} == {0, 2}
+        job.barrier()
+        return sum(each.updates for each in ledgers)
+
+    counts = run_jobs(4, program)
+    assert counts[0] > 0 and len(set(counts)) == 1 and counts[0] % 4 == 0  # two groups, two exchanges
 
 
 def test_any_optimizer_may_train_a_group_and_several_may() -> None:

@@ -119,7 +119,7 @@ class Training(ABC, Generic[B]):
     no_second_mean: str | None = None  # the answer that does not allow adding to a mean that no step has used, if there is one
     state_text: str | None = None  # what its state belongs to, so that none of another kind is taken; None: it never has one
     placement: str = ""  # what else decides which worker keeps what of its own: state of another one goes through `shared_out`
-    goes_on_without: bool = False  # whether it needs no worker but this one, once all have begun: others may die
+    goes_on_without: bool = False  # whether it needs no worker but this one, or its group: others may die
     no_join: str | None = None  # why workers cannot run out of data at different times, if so
 
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:

@@ -23,6 +23,7 @@ from stretto.aggregate.parameter_server.consistency import SyncAnswer
 from stretto.aggregate.parameter_server.inventory import KeptParameter
 from stretto.aggregate.parameter_server.layout import ParameterRange, ServedParameter, range_bytes_for
 from stretto.aggregate.parameter_server.network import ServerNetwork
+from stretto.aggregate.parameter_server.server_record import ServerLedger
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.shard_optimizer import OptimizerSpec
 from stretto.aggregate.parameter_server.step_under_way import bounds_of, optimizer_of, too_late
@@ -99,6 +100,10 @@ class Center:
             content = range_format.decode(data, stop - start, ADDING, has_mean_square=False, has_backups=False)
             values[start:stop].copy_(torch.from_numpy(content.values.copy()))
         return values
+
+    def ledgers(self) -> dict[int, ServerLedger]:
+        """What the servers have counted of it."""
+        return self._network.ledgers(self._service)
 
     def end(self, error: StrettoError | None = None) -> None:
         """This worker needs it no longer, and nobody is to wait for it."""

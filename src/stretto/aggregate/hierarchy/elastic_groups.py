@@ -41,6 +41,7 @@ from stretto.aggregate.hierarchy.from_first import FromFirst
 from stretto.aggregate.hierarchy.group_rounds import GroupRounds
 from stretto.aggregate.parameter_server.inventory import KeptParameter
 from stretto.aggregate.parameter_server.network import network_of, number_dedicated
+from stretto.aggregate.parameter_server.server_record import ServerLedger
 from stretto.aggregate.parameter_server.step_under_way import check_finite
 from stretto.aggregate.parameter_server.stepping_admission import refuse_change
 from stretto.aggregate.parameter_server.training import clients_of, servers_of
@@ -210,6 +211,10 @@ class ElasticGroups(GroupRounds):
         for number in range(len(self._optimizers)):
             self._pull(number)
         self._take(self._center.values)
+
+    def server_ledgers(self) -> dict[int, ServerLedger]:
+        """What the servers have counted of the center; nothing where there is one worker and no server."""
+        return {} if self._center is None else self._center.ledgers()
 
     def before_save(self) -> None:
         if self._center is not None:
