@@ -37,8 +37,9 @@ from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 
 STEPS = ROUNDS_TO_WATCH + 3
+PART = 512  # bytes: the model is cut into a dozen ranges
 SERVERS, COPIED = ParameterServer(shards=2), ParameterServer(shards=3, replicas=1)
-CROSSING = Strategy(aggregate=SERVERS, schedule=Separately(partition=64, credit=64))
+CROSSING = Strategy(aggregate=SERVERS, schedule=Separately(partition=PART, credit=PART))
 
 
 def mlp() -> nn.Sequential:
@@ -84,13 +85,14 @@ def test_weights_are_those_with_the_barrier_to_the_last_bit(size: int) -> None:
     assert_equal_everywhere([*expected, *run_jobs(size, trained, CROSSING)])
 
 
-SCHEDULES = (Tic(), Tac(), Tac(cross_barrier=False), Priority(), Priority(partition=100, credit=100), Caramel(), Merged())
+SCHEDULES = [Tac(), Priority(partition=1000, credit=1000), Merged()]
+MORE = [pytest.param(each, marks=pytest.mark.slow) for each in (Tic(), Tac(cross_barrier=False), Priority(), Caramel())]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *MORE], ids=repr)
 def test_every_schedule_gives_the_same_bits_and_plans_with_what_servers_cost(schedule: Any) -> None:
-    expected = run_jobs(2, trained, Strategy(aggregate=COPIED, schedule=WaitFree()))
-    assert_equal_everywhere([*expected, *run_jobs(2, trained, Strategy(aggregate=COPIED, schedule=schedule))])
+    expected = run_jobs(2, trained, Strategy(aggregate=SERVERS, schedule=WaitFree()))
+    assert_equal_everywhere([*expected, *run_jobs(2, trained, Strategy(aggregate=SERVERS, schedule=schedule))])
 
 
 @pytest.mark.parametrize("codec", [ErrorFeedback(Sign(block=64)), Float16()], ids=repr)
@@ -150,12 +152,12 @@ def test_pushes_and_pulls_carry_the_place_of_their_parameters_in_the_forward(mon
     assert len(seen) == 2 * len(wanted)
     for _, request in seen:
         assert request.urgency is not None and request.urgency.priority == wanted[request.range]
-        assert request.urgency.credit_bytes >= 2 * 64 and (isinstance(request, Push) or request.after_push)
+        assert request.urgency.credit_bytes >= 2 * PART and (isinstance(request, Push) or request.after_push)
 
 
-@pytest.mark.parametrize("killed", [0, 1, 2])
+@pytest.mark.parametrize("killed", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2))])
 def test_a_server_that_dies_while_transfers_are_under_the_forward_changes_no_bit_if_there_is_a_copy(killed: int) -> None:
-    strategy, killing = Strategy(aggregate=COPIED, schedule=Separately(partition=64, credit=64)), threading.Event()
+    strategy, killing = Strategy(aggregate=COPIED, schedule=Separately(partition=PART, credit=PART)), threading.Event()
 
     def program(job: Job, kills: bool) -> dict[str, Tensor]:
         model, optimizer = begin(job, strategy)
@@ -181,7 +183,7 @@ def kill_server(job: Job, number: int, of: int = 3) -> None:
 
 def test_without_a_copy_the_next_use_names_what_is_lost_and_so_does_every_later_one() -> None:
     def program(job: Job) -> None:
-        strategy = Strategy(aggregate=ParameterServer(shards=1), schedule=Separately(partition=64, credit=64))
+        strategy = Strategy(aggregate=ParameterServer(shards=1), schedule=Separately(partition=PART, credit=PART))
         model, optimizer = begin(job, strategy)
         take_step(job, model, optimizer, 0)
         job.barrier()
