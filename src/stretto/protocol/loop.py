@@ -254,8 +254,8 @@ class Loop:
 
     def _perform(self, running: Running, action: SendMessage | SetTimer | Reply) -> None:
         match action:
-            case SendMessage(to, header, payload):
-                self._send(running, to, msgspec.msgpack.encode(header), payload)
+            case SendMessage(to, header, payload, token):
+                self._send(running, to, msgspec.msgpack.encode(header), payload, token)
             case SetTimer(name, after_s):
                 self._timers.set((running.channel, name), None if after_s is None else self._wire.now() + after_s)
             case Reply(ticket, value, error):
@@ -265,7 +265,7 @@ class Loop:
                 else:
                     reply.set_exception(error)
 
-    def _send(self, running: Running, to: Node, header: bytes, payload: Payload) -> None:
+    def _send(self, running: Running, to: Node, header: bytes, payload: Payload, token: int | None) -> None:
         view = _as_bytes(payload)
         num_bytes = len(header) + view.nbytes
         if to in self._left:
@@ -281,13 +281,24 @@ class Loop:
         running.unsent[to] += num_bytes
         if to == self._wire.rank:
             self._to_myself.append((running, header, view))
+            self._tell_sent(running, token)
         else:
-            self._wire.offer(to, running.channel, header, view, lambda handle: self._taken(running, to, num_bytes, handle.error))
+            if token is not None:
+                self._wire.keep_queues_short()  # the machine decides what goes first
+            self._wire.offer(
+                to, running.channel, header, view, lambda handle: self._taken(running, to, num_bytes, handle.error, token)
+            )
 
-    def _taken(self, running: Running, to: int, num_bytes: int, error: WireError | None = None) -> None:
+    def _taken(self, running: Running, to: int, num_bytes: int, error: WireError | None = None, token: int | None = None) -> None:
         running.unsent[to] -= num_bytes
-        if error is not None and not isinstance(error, PeerLost):  # a loss is told as a view
+        if error is None:
+            self._tell_sent(running, token)
+        elif not isinstance(error, PeerLost):  # a loss is told as a view
             self.end(running, error)
+
+    def _tell_sent(self, running: Running, token: int | None) -> None:
+        if token is not None:
+            self._run(running, lambda now: running.machine.on_sent(now, token))
 
 
 def _as_bytes(payload: Payload) -> memoryview:

@@ -1,6 +1,6 @@
 """A protocol is a state machine without input or output: it is told what happened, and answers with what to do.
 
-    event      on_start, on_message, on_timer, on_view, on_request
+    event      on_start, on_message, on_timer, on_view, on_request, on_sent
     action     SendMessage, SetTimer, Reply
 
 A machine never blocks, reads no clock (every event carries the time) and draws no random number that it was not given.
@@ -47,6 +47,7 @@ class SendMessage(NamedTuple):
     to: Node
     header: Any
     payload: Payload = b""
+    token: int | None = None  # to be told, with it, when it has left this node
 
 
 class SetTimer(NamedTuple):
@@ -79,6 +80,11 @@ class Machine(ABC):
     def on_message(self, now: float, source: Any, header: Any, payload: memoryview) -> Actions: ...
 
     def on_timer(self, now: float, name: str) -> Actions:
+        return ()
+
+    def on_sent(self, now: float, token: int) -> Actions:
+        """A message with that token has left this node: what is sent now can no longer overtake it. Not told if its receiver is
+        lost."""
         return ()
 
     def on_view(self, now: float, joined: Sequence[Any], left: Sequence[Any], generation: int) -> Actions:

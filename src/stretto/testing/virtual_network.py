@@ -116,20 +116,21 @@ class VirtualNetwork(VirtualLinks[_Node]):
         self.at(self.now, lambda: self._run_on(node, "request", lambda: node.machine.on_request(self.now, ticket, request)))
         return reply
 
-    def send(self, source: NodeName, to: NodeName, header: Any, payload: Payload = b"") -> None:
-        """Send as if `source` had: also from outside, where `source` need not be a node."""
+    def send(self, source: NodeName, to: NodeName, header: Any, payload: Payload = b"") -> float | None:
+        """Send as if `source` had: also from outside, where `source` need not be a node. Says when it will have left it; None: it
+        does not."""
         body = msgspec.msgpack.encode(header)
         self.trace.record(self.now, f"send {source!r} {to!r} {body.hex()}")
         target = self._nodes.get(to)
         sender = self._nodes.get(source)
         if target is None or (sender is not None and to in sender.left):
-            return
+            return None
         link = self.model.link(source, to)
         self._sequence += 1
         packet = _Packet(source, sender, target, link, body, payload, self._sequence)
         if source == to:
             self.at(self.now, lambda: self._arrive(packet))
-            return
+            return self.now
         start, end = self._interfaces.leave(self.now, source, link.seconds_for(len(body) + memoryview(payload).nbytes))
         if self._reliable:
             self._carry(packet, start, end)
@@ -137,6 +138,7 @@ class VirtualNetwork(VirtualLinks[_Node]):
             self._carry(packet, start, end)
             if self._happens("duplicate", link.duplicate):
                 self._carry(packet, start, end)
+        return end
 
     def run(self, until_s: float, max_events: int = 1_000_000) -> None:
         """Go on until virtual time `until_s` or until nothing is left to happen. Raises `OutOfBudget` after `max_events`."""
@@ -235,7 +237,9 @@ class VirtualNetwork(VirtualLinks[_Node]):
     def _perform(self, node: _Node, action: SendMessage | SetTimer | Reply) -> None:
         if isinstance(action, SendMessage):
             assert not isinstance(action.to, bytes)
-            self.send(node.name, action.to, action.header, action.payload)
+            sent_at = self.send(node.name, action.to, action.header, action.payload)
+            if sent_at is not None and (token := action.token) is not None:
+                self.at(sent_at, lambda: self._run_on(node, "sent", lambda: node.machine.on_sent(self.now, token)))
         elif isinstance(action, SetTimer):
             self._set_timer(node, action.name, action.after_s)
         elif action.error is None:

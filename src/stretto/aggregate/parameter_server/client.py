@@ -16,7 +16,8 @@ own, then all of them set it to the highest.
 
 Pulls wait here while `window_bytes` are asked from the same server, so that a server need not keep the whole model for a worker
 that takes nothing. Pushes do not, unless they have an `urgency`: what has one waits for its turn (`request_order.py`), with as
-many bytes under way as its credit says, and a pull never leaves before the pushes of its range. Start the machine with
+many bytes under way as its credit says, and a pull never leaves before the pushes of its range. A pull with an `urgency` does not
+wait here: the server orders its answers. Start the machine with
 `unsent_bytes` of at least the bytes that are pushed to a server in a step.
 
 Needs what `server.py` needs. A range of which no server lives fails its requests with `PeerLost`, which names its parameters.
@@ -43,7 +44,6 @@ from stretto.aggregate.parameter_server.messages import (
     Options,
     PullValues,
     PushGradient,
-    PushReceived,
     PushTaken,
     RangeChain,
     RangeEntered,
@@ -59,7 +59,7 @@ from stretto.aggregate.parameter_server.messages import (
     ToClient,
     ValuesPulled,
 )
-from stretto.aggregate.parameter_server.request_order import Key, RequestLane
+from stretto.aggregate.parameter_server.request_order import Lane, Waiting
 from stretto.aggregate.parameter_server.routes import RangeRequest, RequestKey, Route
 from stretto.collectives.urgency import Urgency
 from stretto.errors import ConfigurationError, FrameError, PeerLost, StrettoError, WireError
@@ -88,8 +88,7 @@ class Pull(NamedTuple):
     the reply a `PulledPayload`.
 
     `newer_than`: wait for a version after this one. Backup workers give the version that they have pushed on.
-    `after_push`: it is not asked for before this worker's pushes of the range are acknowledged. Where that means that it can be
-    answered, nothing that still has to wait on the server holds up what is there.
+    `urgency`: of the answer, among those that the server has for this worker. Without one it comes as soon as it can.
     """
 
     range: int
@@ -97,7 +96,6 @@ class Pull(NamedTuple):
     into: Any
     newer_than: int = -1
     urgency: Urgency | None = None
-    after_push: bool = False
 
 
 class PulledPayload(NamedTuple):
@@ -179,7 +177,9 @@ class ClientMachine(Machine):
         ring = HashRing(servers)
         placed = ring.place(layout.ranges)
         self.routes = [Route(index, 0, ring.chain(index, placed[index], replicas + 1)) for index in range(len(layout))]
-        self._pushes, self._pulls = (RequestLane(patience=2 * len(layout)) for _ in range(2))
+        self._pushes, self._pulls = (Lane(patience=2 * len(layout)) for _ in range(2))
+        self._asked: set[int] = set()  # ranges whose pull has been sent, or waits in the lane
+        self._pulling: dict[int, int] = {}  # range -> number of its pull, which counts in the window
         self._passage: Passage | None = None  # while this worker enters or quits
         self._actions: list[SendMessage | Reply] = []
 
@@ -213,9 +213,6 @@ class ClientMachine(Machine):
                 else:
                     self._on_report(route, source, header.holds)
                 self._dispatch(route)
-            case PushReceived(index, clock, attempt):
-                if 0 <= index < len(self.layout) and attempt == self.routes[index].attempt:
-                    self._pushes.end((index, clock))
             case PushTaken() | ValuesPulled() | RangeFilled() | RangeExported() | RangeEntered() | RangeLeft() | RequestRefused():
                 if 0 <= header.range < len(self.layout):
                     self._on_answer(source, self.routes[header.range], header, payload)
@@ -242,14 +239,25 @@ class ClientMachine(Machine):
         actions, self._actions = self._actions, []
         return actions
 
-    def _let_leave(self, turns: Sequence[tuple[Key, int]]) -> None:
+    def on_sent(self, now: float, token: int) -> Actions:
+        self._pushes.sent(token)
+        return self._take_actions()
+
+    def _let_leave(self, turns: Sequence[Waiting]) -> None:
         """It is these requests' turn. (One is not sent if its route has changed: then it will be, to another server.)"""
-        for (index, clock), server in turns:
-            route, kind = self.routes[index], PullValues if clock < 0 else PushGradient
-            request = route.requests.get((kind.__name__, clock))
-            if request is not None and server == route.sent_to:
-                self._send(server, msgspec.structs.replace(request.header, attempt=route.attempt), request.payload)
-                self._let_pull_in(route)
+        for turn in turns:
+            index, clock = turn.key
+            route, is_push = self.routes[index], clock >= 0
+            request = route.requests.get((PushGradient.__name__ if is_push else PullValues.__name__, clock))
+            if request is None or turn.to != route.sent_to:
+                (self._pushes if is_push else self._pulls).sent(turn.number)
+                continue
+            header = msgspec.structs.replace(request.header, attempt=route.attempt)
+            self._actions.append(SendMessage(turn.to, header, request.payload, turn.number if is_push else None))
+            if is_push:
+                self._ask(route)
+            else:
+                self._pulling[index] = turn.number
 
     def _send(self, to: int, header: Any, payload: Payload = b"") -> None:
         self._actions.append(SendMessage(to, header, payload))
@@ -285,12 +293,12 @@ class ClientMachine(Machine):
         layout, life = self.layout.digest, self.life
         match request:
             case Push(index, clock, payload, options, version, weight, urgency, drawn):
-                push = PushGradient(layout, life, 0, index, clock, version, weight, options, urgency is not None, drawn)
+                push = PushGradient(layout, life, 0, index, clock, version, weight, options, drawn)
                 return RangeRequest(ticket, push, payload, urgency=urgency)
-            case Pull(index, clock, into, newer_than, urgency, after_push):
-                pull = PullValues(layout, life, 0, index, clock, newer_than)
+            case Pull(index, clock, into, newer_than, urgency):
+                pull = PullValues(layout, life, 0, index, clock, newer_than, urgency)
                 memory = None if into is None else memoryview(into).cast("B")
-                return RangeRequest(ticket, pull, b"", memory, urgency or self._in_window, after_push)
+                return RangeRequest(ticket, pull, b"", memory)
             case Fill(index, payload, exported):
                 return RangeRequest(ticket, FillValues(layout, life, 0, index, exported), payload)
             case Export(index):
@@ -322,26 +330,34 @@ class ClientMachine(Machine):
                 self._transmit(route, request)
 
     def _transmit(self, route: Route, request: RangeRequest) -> None:
-        """To the server that has the range now; what has an urgency when its turn has come."""
+        """To the server that has the range now; a push with an urgency when its turn has come."""
         assert route.sent_to is not None
         if isinstance(request.header, PullValues):
-            self._pulls.end((route.index, -1))  # of another server's lane
-            self._let_pull_in(route)
+            self._forget_pull(route.index)
+            self._ask(route)
         elif request.urgency is not None and isinstance(request.header, PushGradient):
             key, num_bytes = (route.index, request.header.clock), memoryview(request.payload).nbytes
             self._pushes.wait(key, route.sent_to, num_bytes, request.urgency)
         else:
             self._send(route.sent_to, msgspec.structs.replace(request.header, attempt=route.attempt), request.payload)
 
-    def _let_pull_in(self, route: Route) -> None:
-        """Into its lane, if it is not there. A server refuses a pull that it gets before the pushes of its clock."""
-        request, key = route.requests.get((PullValues.__name__, -1)), (route.index, -1)
-        if request is None or route.sent_to is None or self._pulls.has(key) or self._pushes.waits(route.index):
+    def _ask(self, route: Route) -> None:
+        """Pull, unless a push of the range has yet to leave: a server refuses a pull that it gets before the push of its clock."""
+        request = route.requests.get((PullValues.__name__, -1))
+        if request is None or route.sent_to is None or route.index in self._asked or self._pushes.waits(route.index):
             return
-        if request.after_push and any(kind == PushGradient.__name__ for kind, _ in route.requests):
-            return
-        assert request.urgency is not None
-        self._pulls.wait(key, route.sent_to, self.layout.ranges[route.index].num_bytes, request.urgency)
+        self._asked.add(route.index)
+        assert isinstance(request.header, PullValues)
+        if request.header.urgency is None:
+            self._pulls.wait((route.index, -1), route.sent_to, self.layout.ranges[route.index].num_bytes, self._in_window)
+        else:
+            self._send(route.sent_to, msgspec.structs.replace(request.header, attempt=route.attempt))
+
+    def _forget_pull(self, index: int) -> None:
+        self._asked.discard(index)
+        self._pulls.cancel((index, -1))
+        if index in self._pulling:
+            self._pulls.sent(self._pulling.pop(index))
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -353,10 +369,10 @@ class ClientMachine(Machine):
             return
         del route.requests[key]
         if isinstance(request.header, PullValues):
-            self._pulls.end((route.index, -1))
-        elif isinstance(request.header, PushGradient):
-            self._pushes.end((route.index, request.header.clock))
-            self._let_pull_in(route)
+            self._forget_pull(route.index)
+        elif isinstance(request.header, PushGradient) and self._pushes.waits(route.index):
+            self._pushes.cancel((route.index, request.header.clock))
+            self._ask(route)
         if isinstance(header, RequestRefused):
             self._fail(request, WireError(f"rank {source}: {header.reason}"))
         elif isinstance(request.header, (EnterRange, LeaveRange)):

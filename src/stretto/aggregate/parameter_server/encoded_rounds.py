@@ -119,7 +119,7 @@ class EncodedRounds:
             drawn = CodecRound(number, self._unheard_in(bucket, self._ranges[index]))
             push = Push(index, clock, payload.cpu().numpy().data, {}, 0, urgency=urgency, drawn=drawn)
             answers.append(self._service.request(push))
-            pull = Pull(index, clock + 1, None, urgency=urgency, after_push=urgency is not None)
+            pull = Pull(index, clock + 1, None, urgency=urgency)
             pulls.append(self._service.request(pull))
         yield self._all_of([*answers, *pulls])
         for place, answer in enumerate(pulls):

@@ -9,7 +9,6 @@ A worker to the first server of a range, and the answer:
     EnterRange       count me among the workers                            RangeEntered   with this clock
     LeaveRange       count me no more                                      RangeLeft
 
-    one that was asked to say so                                           PushReceived   its bytes are here
     to any of these also                                                   RequestRefused  it is wrong, and has changed nothing
                                                                            NotHead         ask another one
     RangeQuery       who has this range, now that these have died?         RangeReport     the latest chain I know of
@@ -36,6 +35,7 @@ from typing import NamedTuple
 import msgspec
 
 from stretto.aggregate.parameter_server.shard_optimizer import OptionValue
+from stretto.collectives.urgency import Urgency
 
 Options = dict[str, OptionValue]
 
@@ -125,7 +125,6 @@ class PushGradient(msgspec.Struct, frozen=True, tag=True):
     version_read: int
     weight: float
     options: Options
-    receipt: bool = False  # say `PushReceived`, whatever becomes of it
     drawn: CodecRound | None = None  # if the gradient is encoded
 
 
@@ -136,6 +135,7 @@ class PullValues(msgspec.Struct, frozen=True, tag=True):
     range: int
     clock: int
     newer_than: int  # with backup workers: the version that the last push was computed on
+    urgency: Urgency | None = None  # of the answer, among those to this worker
 
 
 class FillValues(msgspec.Struct, frozen=True, tag=True):
@@ -183,14 +183,6 @@ ServedRequest = PushGradient | PullValues | FillValues | ExportRange | EnterRang
 
 
 # -- a server to a worker ---------------------------------------------------------------------------------------------
-
-
-class PushReceived(msgspec.Struct, frozen=True, tag=True):
-    """The bytes of a push have come, on this attempt. It may have to wait for others before it is taken."""
-
-    range: int
-    clock: int
-    attempt: int
 
 
 class PushTaken(msgspec.Struct, frozen=True, tag=True):
@@ -331,4 +323,4 @@ class ServerJoins(msgspec.Struct, frozen=True, tag=True):
 
 
 ToServer = ServedRequest | RangeQuery | RangesPlaced | LogEntry | EntryStored | InstallRange | RangeInstalled | ServerJoins
-ToClient = ServedAnswer | PushReceived | NotHead | RangeReport | RangesPlaced | RangeQuery
+ToClient = ServedAnswer | NotHead | RangeReport | RangesPlaced | RangeQuery

@@ -25,14 +25,13 @@ RequestKey = tuple[str, int]  # kind of request, and the clock of a push
 
 
 class RangeRequest(NamedTuple):
-    """A request that has not been answered. `into`: where pulled values go; `urgency`, `after_push`: when it may leave."""
+    """A request that has not been answered. `into`: where pulled values go; `urgency`: of a push that waits for its turn."""
 
     ticket: int
     header: ServedRequest
     payload: Payload = b""
     into: memoryview | None = None
     urgency: Urgency | None = None
-    after_push: bool = False
 
     @property
     def key(self) -> RequestKey:

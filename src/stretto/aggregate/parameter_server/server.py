@@ -40,8 +40,8 @@ from stretto.aggregate.parameter_server.messages import (
     InstallRange,
     LogEntry,
     Options,
+    PullValues,
     PushGradient,
-    PushReceived,
     RangeChain,
     RangeInstalled,
     RangeQuery,
@@ -50,9 +50,12 @@ from stretto.aggregate.parameter_server.messages import (
     ServedRequest,
     ServerJoins,
     ToServer,
+    ValuesPulled,
     WorkerClock,
 )
 from stretto.aggregate.parameter_server.replica import MakeValues, RangeReplica
+from stretto.aggregate.parameter_server.request_order import Lane
+from stretto.collectives.urgency import Urgency
 from stretto.errors import ConfigurationError
 from stretto.protocol.machine import Actions, Machine, Payload, SendMessage
 
@@ -116,13 +119,16 @@ class ServerMachine(Machine):
         self._make_values = make_values
         rule = rule_for(sync, len(self._first_workers))
         self._filled = filled or rule.sums
-        terms = Terms(rule, self.lives, self._send, fault_in, on_update, encoding_of)
+        terms = Terms(rule, self.lives, self._send_answer, fault_in, on_update, encoding_of)
         self.chains = Chains(rank, life, layout, servers, replicas, terms, self._make_replica, self._news_of, self._turn_all_away)
         self._attempts: dict[tuple[int, int], int] = {}  # the last one of each client for each range
         self._turned_away: dict[tuple[int, int], int] = {}  # of these, the last one that was
         self._greeted = {rank}  # servers that have been told that this one has joined
         self._queries: dict[tuple[int, int], RangeQuery] = {}  # by client and range, those that cannot be answered yet
         self._news: list[RangeChain] = []
+        self._urgencies: dict[tuple[int, int], Urgency | None] = {}  # of what each client has asked for last of each range
+        self._values = Lane(patience=2 * len(layout))  # that are answers, and wait for their turn
+        self._waiting_values: dict[tuple[int, int], tuple[Any, Payload]] = {}  # by range and client
         self._actions: list[SendMessage] = []
         self._num_complaints = 0
 
@@ -173,6 +179,10 @@ class ServerMachine(Machine):
         self._greeted -= set(left)
         self._queries = {asked: query for asked, query in self._queries.items() if asked[0] not in left}
         self._attempts = {asked: attempt for asked, attempt in self._attempts.items() if asked[0] not in left}
+        self._urgencies = {asked: each for asked, each in self._urgencies.items() if asked[0] not in left}
+        self._waiting_values = {key: each for key, each in self._waiting_values.items() if key[1] not in left}
+        for rank in left:
+            self._values.lose(rank)
         self._turned_away = {asked: attempt for asked, attempt in self._turned_away.items() if asked[0] not in left}
         self.chains.left(set(left))
         for holding in list(self.chains.holdings.values()):
@@ -188,11 +198,27 @@ class ServerMachine(Machine):
         news, self._news = self._news, []
         for rank in sorted((self._clients | self.chains.servers) - {self.rank}) if news else ():
             self._tell_of(rank, news)
+        for turn in self._values.leave():
+            header, payload = self._waiting_values.pop(turn.key)
+            self._actions.append(SendMessage(turn.to, header, payload, turn.number))
         actions, self._actions = self._actions, []
         return actions
 
+    def on_sent(self, now: float, token: int) -> Actions:
+        self._values.sent(token)
+        return self._take_actions()
+
     def _send(self, to: int, header: Any, payload: Payload = b"") -> None:
         self._actions.append(SendMessage(to, header, payload))
+
+    def _send_answer(self, to: int, header: Any, payload: Payload = b"") -> None:
+        """Values that were asked for with an urgency wait for their turn."""
+        urgency = self._urgencies.get((to, header.range)) if isinstance(header, ValuesPulled) else None
+        if urgency is None:
+            self._send(to, header, payload)
+        else:
+            self._waiting_values[header.range, to] = (header, payload)
+            self._values.wait((header.range, to), to, memoryview(payload).nbytes, urgency)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -206,8 +232,8 @@ class ServerMachine(Machine):
         elif holding is None or holding.head is None:
             self._turn_away(source, request.range)
         elif request.attempt > self._turned_away.get(asked, -1):
-            if isinstance(request, PushGradient) and request.receipt:
-                self._send(source, PushReceived(request.range, request.clock, request.attempt))
+            if isinstance(request, PullValues):
+                self._urgencies[source, request.range] = request.urgency
             holding.head.take(source, request, payload)
 
     def _refuse(self, source: int, header: Any, fault: str) -> None:

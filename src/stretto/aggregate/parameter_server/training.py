@@ -8,8 +8,8 @@ which has no gradients. Everything else (rounds, late gradients, failures, buffe
 The memory of a bucket may be pushed from and pulled into at once: the servers answer a pull after they have acknowledged the
 push, and the acknowledgement comes first.
 
-With a schedule that orders transfers (`Tic`, `Tac`, `Priority`, `Caramel`), pushes and pulls wait for their turn at this worker
-(`request_order.py`), a pull until its push is acknowledged: then everybody's are there, and the window has only what can come.
+With a schedule that orders transfers (`Tic`, `Tac`, `Priority`, `Caramel`), pushes wait for their turn at this worker, and answers
+to its pulls at the servers (`request_order.py`).
 Across the barrier a bucket is waited for where its parameters are read, as in all-reduce.
 
 When parameters are frozen, unfrozen or added, buckets are made anew, and so is what the servers serve.
@@ -279,7 +279,7 @@ class SynchronousServers(SynchronousAllReduce):
         for index, start, stop in self._ranges[bucket]:
             part = memory[start:stop].data
             answers.append(service.request(Push(index, clock, part, {}, 0, urgency=urgency)))
-            answers.append(service.request(Pull(index, clock + 1, part, urgency=urgency, after_push=urgency is not None)))
+            answers.append(service.request(Pull(index, clock + 1, part, urgency=urgency)))
         return self._all_of(answers)
 
     def _all_of(self, answers: Sequence[Future[Any]]) -> InProgress:
