@@ -44,6 +44,7 @@ from stretto.aggregate.parameter_server.messages import (
     Options,
     PullValues,
     PushGradient,
+    PushReceived,
     PushTaken,
     RangeChain,
     RangeEntered,
@@ -213,6 +214,8 @@ class ClientMachine(Machine):
                 else:
                     self._on_report(route, source, header.holds)
                 self._dispatch(route)
+            case PushReceived(receipt):
+                self._pushes.sent(receipt)
             case PushTaken() | ValuesPulled() | RangeFilled() | RangeExported() | RangeEntered() | RangeLeft() | RequestRefused():
                 if 0 <= header.range < len(self.layout):
                     self._on_answer(source, self.routes[header.range], header, payload)
@@ -239,10 +242,6 @@ class ClientMachine(Machine):
         actions, self._actions = self._actions, []
         return actions
 
-    def on_sent(self, now: float, token: int) -> Actions:
-        self._pushes.sent(token)
-        return self._take_actions()
-
     def _let_leave(self, turns: Sequence[Waiting]) -> None:
         """It is these requests' turn. (One is not sent if its route has changed: then it will be, to another server.)"""
         for turn in turns:
@@ -253,10 +252,11 @@ class ClientMachine(Machine):
                 (self._pushes if is_push else self._pulls).sent(turn.number)
                 continue
             header = msgspec.structs.replace(request.header, attempt=route.attempt)
-            self._actions.append(SendMessage(turn.to, header, request.payload, turn.number if is_push else None))
-            if is_push:
+            if isinstance(header, PushGradient):
+                self._send(turn.to, msgspec.structs.replace(header, receipt=turn.number), request.payload)
                 self._ask(route)
             else:
+                self._send(turn.to, header)
                 self._pulling[index] = turn.number
 
     def _send(self, to: int, header: Any, payload: Payload = b"") -> None:

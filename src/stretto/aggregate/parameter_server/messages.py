@@ -9,6 +9,7 @@ A worker to the first server of a range, and the answer:
     EnterRange       count me among the workers                            RangeEntered   with this clock
     LeaveRange       count me no more                                      RangeLeft
 
+    one that has asked for a receipt                                       PushReceived   its bytes are here
     to any of these also                                                   RequestRefused  it is wrong, and has changed nothing
                                                                            NotHead         ask another one
     RangeQuery       who has this range, now that these have died?         RangeReport     the latest chain I know of
@@ -126,6 +127,7 @@ class PushGradient(msgspec.Struct, frozen=True, tag=True):
     weight: float
     options: Options
     drawn: CodecRound | None = None  # if the gradient is encoded
+    receipt: int | None = None  # say `PushReceived` with it, whatever becomes of it
 
 
 class PullValues(msgspec.Struct, frozen=True, tag=True):
@@ -183,6 +185,12 @@ ServedRequest = PushGradient | PullValues | FillValues | ExportRange | EnterRang
 
 
 # -- a server to a worker ---------------------------------------------------------------------------------------------
+
+
+class PushReceived(msgspec.Struct, frozen=True, tag=True):
+    """The bytes of a push have come. It may have to wait for others before it is taken."""
+
+    receipt: int
 
 
 class PushTaken(msgspec.Struct, frozen=True, tag=True):
@@ -323,4 +331,4 @@ class ServerJoins(msgspec.Struct, frozen=True, tag=True):
 
 
 ToServer = ServedRequest | RangeQuery | RangesPlaced | LogEntry | EntryStored | InstallRange | RangeInstalled | ServerJoins
-ToClient = ServedAnswer | NotHead | RangeReport | RangesPlaced | RangeQuery
+ToClient = ServedAnswer | PushReceived | NotHead | RangeReport | RangesPlaced | RangeQuery

@@ -42,6 +42,7 @@ from stretto.aggregate.parameter_server.messages import (
     Options,
     PullValues,
     PushGradient,
+    PushReceived,
     RangeChain,
     RangeInstalled,
     RangeQuery,
@@ -232,6 +233,8 @@ class ServerMachine(Machine):
         elif holding is None or holding.head is None:
             self._turn_away(source, request.range)
         elif request.attempt > self._turned_away.get(asked, -1):
+            if isinstance(request, PushGradient) and request.receipt is not None:
+                self._send(source, PushReceived(request.receipt))
             if isinstance(request, PullValues):
                 self._urgencies[source, request.range] = request.urgency
             holding.head.take(source, request, payload)
