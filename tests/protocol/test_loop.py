@@ -44,6 +44,10 @@ class Recorder(Machine):
         self.events.append((round(now, 6), name))
         return ()
 
+    def on_sent(self, now: float, token: int) -> Actions:
+        self.events.append(("sent", token))
+        return ()
+
     def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
         self.events.append(("view", list(joined), list(left)))
         return ()
@@ -93,6 +97,30 @@ def test_timers_fire_in_the_order_of_their_times_and_are_replaced_and_taken_back
 
     assert machine.events == ["start", (0.05, "c"), (0.2, "b"), (0.2, "b2"), (0.25, "a")]
     assert loop.turn() == float("inf")
+
+
+def test_a_machine_is_told_when_what_it_has_marked_has_left() -> None:
+    """Short ones, long ones, and those to itself; and nothing of what it has not marked."""
+    with threads(2) as (_, (mine, other)):
+        sender, receiver = Recorder(), Recorder()
+        other.loop.start(receiver, CHANNEL)
+        running = mine.loop.start(sender, CHANNEL)
+        payloads = {1: b"short", 2: bytes(1 << 20), 3: b""}
+        running.request([SendMessage(0 if token == 3 else 1, "x", payload, token) for token, payload in payloads.items()])
+        running.request([SendMessage(1, "unmarked", b"y")])
+        events = heard(sender, mine.loop, 5)
+        assert {event for event in events if event[0] == "sent"} == {("sent", 1), ("sent", 2), ("sent", 3)}
+        heard(receiver, other.loop, 4)
+
+
+def test_what_goes_to_a_lost_peer_is_never_said_to_have_left() -> None:
+    with threads(2) as (wires, (mine, _)):
+        sender = Recorder()
+        running = mine.loop.start(sender, CHANNEL)
+        running.request([SendMessage(1, "nobody serves that channel", bytes(1 << 20), 7)])
+        wires[1].kill("killed by the test")
+        events = heard(sender, mine.loop, 2)
+        assert events == ["start", ("view", [], [1])]
 
 
 def test_a_timer_of_no_time_that_sets_itself_again_leaves_the_loop_its_turns() -> None:

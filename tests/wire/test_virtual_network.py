@@ -79,6 +79,33 @@ def test_bandwidth_counts_the_encoded_bytes_at_both_ends() -> None:
     assert [time for time, _, _ in receiver.heard] == [3.0, 5.0]
 
 
+class Marking(Machine):
+    """Sends two messages that it has marked, and notes when they have left it."""
+
+    header_type = int
+
+    def __init__(self) -> None:
+        self.left: list[tuple[float, int]] = []
+
+    def on_start(self, now: float) -> Actions:
+        return [SendMessage("b", 1, bytes(999), 7), SendMessage("b", 2, bytes(999), 8), SendMessage("nobody", 3, b"", 9)]
+
+    def on_message(self, now: float, source: NodeName, header: int, payload: memoryview) -> Actions:
+        return ()
+
+    def on_sent(self, now: float, token: int) -> Actions:
+        self.left.append((round(now, 9), token))
+        return ()
+
+
+def test_a_node_is_told_when_what_it_has_marked_has_left_its_interface() -> None:
+    network = VirtualNetwork(seed=0, model=NetworkModel(Link(latency_s=5.0, bytes_per_s=1000.0)))
+    network.add("b", Beacon([], count=0))
+    network.add("a", machine := Marking())
+    network.run(20.0)
+    assert machine.left == [(1.0, 7), (2.0, 8)]
+
+
 def test_lost_messages_do_not_arrive() -> None:
     network = pair(Link(loss=0.5))
     numbers = run_pair(network, count=50).numbers

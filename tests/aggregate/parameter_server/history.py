@@ -129,7 +129,7 @@ class Program:
         pulls = []
         for index, into in enumerate(self.values):
             newer_than = self.versions.get(index, -1) if isinstance(self.history.sync, BackupWorkers) else -1
-            pull = Pull(index, self.clock, into, newer_than, *self.history.order_of_pull())
+            pull = Pull(index, self.clock, into, newer_than, self.history.some_urgency())
             pulls.append(self.history.network.request(self.rank, pull))
         self._when_done(pulls, self._pulled)
 
@@ -232,11 +232,6 @@ class History:
             return None
         self.kinds["urgency"] += 1
         return Urgency(self.orders.randrange(3), self.orders.choice([1, 4 * PLACES, 8 * PLACES]))
-
-    def order_of_pull(self) -> tuple[Urgency | None, bool]:
-        """Its urgency, and whether it waits for the acknowledgement of the push: not where that waits for other workers."""
-        urgency, waits = self.some_urgency(), self.orders.random() < 0.5
-        return urgency, urgency is not None and waits and not isinstance(self.sync, (SoftSync, BackupWorkers))
 
     # -- what happens -------------------------------------------------------------------------------------------------
 

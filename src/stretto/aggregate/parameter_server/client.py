@@ -342,7 +342,7 @@ class ClientMachine(Machine):
             self._send(route.sent_to, msgspec.structs.replace(request.header, attempt=route.attempt), request.payload)
 
     def _ask(self, route: Route) -> None:
-        """Pull, unless a push of the range has yet to leave: a server refuses a pull that it gets before the push of its clock."""
+        """Pull, unless a push of the range has yet to leave: a server refuses a pull that comes before the push of its clock."""
         request = route.requests.get((PullValues.__name__, -1))
         if request is None or route.sent_to is None or route.index in self._asked or self._pushes.waits(route.index):
             return

@@ -1,22 +1,25 @@
-"""The most urgent first: what a worker pushes to each server, and what a server answers to each worker's pulls, waits in a queue by
-priority, and few bytes are under way.
+"""The most urgent first: what a worker pushes to each server, and what a server answers to each worker's pulls, waits in a queue
+by priority, and few bytes are under way.
 
 What has been handed to a wire cannot be overtaken any more. So bulk waits here, and leaves while what is *under way* to its
-receiver, handed over and not yet sent (`Machine.on_sent`), has room for it in its credit. Of what waits the smallest priority goes
-first, and among equals what has waited longest. What is larger than its credit leaves when nothing else is under way. A pull is
-asked for as soon as its push has left, and says how urgent it is: so the server has all that is wanted from it, and orders what it
-can answer.
+receiver has room for it in its credit. Of what waits the smallest priority goes first, and among equals what has waited longest.
+What is larger than its credit leaves when nothing else is under way.
+
+    a push      is under way until the server says that it has come (`PushReceived`). All workers push the same ranges first, so
+                it is before the servers that queues arise, and a worker cannot see them otherwise
+    a pull      is asked for as soon as its push has left, and says how urgent it is: so the server knows all that is wanted
+    an answer   waits at the server, and is under way until it has left it (`Machine.on_sent`)
 
 Nothing starves: what has seen `patience` others leave since it came is next, whatever its priority. That is more than a model has
 ranges, so within a step priorities alone decide.
 
-Cost:      a push and a pop of a heap for each message. Nothing on the wire.
-Invariant: per receiver, what is under way is at most the credit of what left last, or that alone. Pushes of one range leave in the
-           order in which they were made.
+Cost:      a push and a pop of a heap for each message; one short message for each push.
+Invariant: per receiver, what is under way is at most the credit of what left last, or that alone. Pushes of one range leave in
+           the order in which they were made.
 Reference: Peng et al., "A generic communication scheduler for distributed DNN training acceleration" (ByteScheduler), SOSP 2019,
            for the credit; Hashemi, Jyothi and Campbell, "TicTac", MLSys 2019, for the order of pulls.
-Departs:   TicTac orders at the worker alone, which asks in order. Here servers order answers too: an urgent range that is the last
-           to be complete overtakes others that were asked for and could be answered before.
+Departs:   TicTac orders at the worker alone, which asks in order. Here servers order answers too: an urgent range that is the
+           last to be complete overtakes others that were asked for, and could be answered, before.
 """
 
 from __future__ import annotations

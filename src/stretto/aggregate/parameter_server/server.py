@@ -150,6 +150,8 @@ class ServerMachine(Machine):
         return self._take_actions()
 
     def on_message(self, now: float, source: int, header: ToServer, payload: memoryview) -> Actions:
+        if isinstance(header, PushGradient) and header.receipt is not None:
+            self._send(source, PushReceived(header.receipt))  # whatever becomes of it
         match header:
             case RangesPlaced():
                 self._heard_of(header)
@@ -233,8 +235,6 @@ class ServerMachine(Machine):
         elif holding is None or holding.head is None:
             self._turn_away(source, request.range)
         elif request.attempt > self._turned_away.get(asked, -1):
-            if isinstance(request, PushGradient) and request.receipt is not None:
-                self._send(source, PushReceived(request.receipt))
             if isinstance(request, PullValues):
                 self._urgencies[source, request.range] = request.urgency
             holding.head.take(source, request, payload)

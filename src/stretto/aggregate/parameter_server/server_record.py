@@ -144,6 +144,10 @@ class RecordedServer(Machine):
         self._after(begin_ns, end_ns, source, header)
         return [self._noted(end_ns, action) for action in actions]
 
+    def on_sent(self, now: float, token: int) -> Actions:
+        actions, now_ns = self._inside().on_sent(now, token), time.perf_counter_ns()
+        return [self._noted(now_ns, action) for action in actions]
+
     def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
         for rank in left:
             self._came_ns = {key: value for key, value in self._came_ns.items() if key[0] != rank}
@@ -211,13 +215,13 @@ class RecordedServer(Machine):
         """The action, with what this has to add to it."""
         if not isinstance(action, SendMessage):
             return action
-        to, header, payload = action
+        to, header, payload, _ = action
         match header:
             case PushTaken(range=index, clock=clock):
                 kept = self._kept_us(now_ns, (int(to), "push", index, clock))
                 if header.applied is False:
                     self._account(int(to)).discarded += 1
-                return SendMessage(to, msgspec.structs.replace(header, kept_us=kept), payload)
+                return action._replace(header=msgspec.structs.replace(header, kept_us=kept))
             case ValuesPulled(range=index):
                 kept = self._kept_us(now_ns, (int(to), "pull", index, -1))
                 slowest = self._slowest.pop((int(to), index), None)
@@ -227,7 +231,7 @@ class RecordedServer(Machine):
                     account.held_s += kept / 1e6
                 self._look_at(index)
                 added = {"kept_us": kept, "waited_for": -1 if slowest is None else slowest}
-                return SendMessage(to, msgspec.structs.replace(header, **added), payload)
+                return action._replace(header=msgspec.structs.replace(header, **added))
             case LogEntry(range=index, sequence=sequence) if not isinstance(header.change, Discarded):
                 num_bytes = memoryview(payload).nbytes
                 if num_bytes and len(self._copies) < MOST_KEPT:

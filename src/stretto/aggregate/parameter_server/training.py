@@ -8,8 +8,8 @@ which has no gradients. Everything else (rounds, late gradients, failures, buffe
 The memory of a bucket may be pushed from and pulled into at once: the servers answer a pull after they have acknowledged the
 push, and the acknowledgement comes first.
 
-With a schedule that orders transfers (`Tic`, `Tac`, `Priority`, `Caramel`), pushes wait for their turn at this worker, and answers
-to its pulls at the servers (`request_order.py`).
+With a schedule that orders transfers (`Tic`, `Tac`, `Priority`, `Caramel`), pushes wait for their turn at this worker, and
+answers to its pulls at the servers (`request_order.py`).
 Across the barrier a bucket is waited for where its parameters are read, as in all-reduce.
 
 When parameters are frozen, unfrozen or added, buckets are made anew, and so is what the servers serve.

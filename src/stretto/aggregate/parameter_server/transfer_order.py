@@ -1,7 +1,7 @@
 """What a schedule's plan means to pushes and pulls: ranges as parts of transfers, and windows of a few of them.
 
 A transfer is cut where a schedule cuts it into parts, or smaller where servers need that for equal shares, or where a range would
-be more than the credit. The credit is for each server and each way. It takes a round trip to hear that a range has come, in which
+be more than the credit. The credit is for each server and each way. It takes a round trip to hear that a push has come, in which
 the link would be idle: so at least `AT_LEAST` ranges may be under way to all servers together.
 """
 
