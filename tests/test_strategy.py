@@ -103,6 +103,7 @@ def test_recipes_are_compositions() -> None:
     assert recipes.tictac(servers=4) == Strategy(aggregate=ParameterServer(4), schedule=Tac())
     assert recipes.p3(servers=2) == Strategy(aggregate=servers, schedule=Priority(partition=200_000, credit=200_000))
     assert recipes.bytescheduler(servers=2) == Strategy(aggregate=servers, schedule=Priority())
+    assert recipes.byteps(shards=2) == Strategy(aggregate=servers, schedule=Priority(partition=4 << 20))
     assert recipes.downpour() == Strategy(aggregate=ParameterServer(), sync=Asynchronous())
     assert recipes.ssp(5, shards=2) == Strategy(aggregate=servers, sync=StaleSynchronous(5))
     assert recipes.softsync(2, shards=2) == Strategy(aggregate=servers, sync=SoftSync(2))

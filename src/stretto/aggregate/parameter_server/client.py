@@ -60,7 +60,7 @@ from stretto.aggregate.parameter_server.messages import (
     ToClient,
     ValuesPulled,
 )
-from stretto.aggregate.parameter_server.request_order import Lane, Waiting
+from stretto.aggregate.parameter_server.request_order import Lane, QueuedMessage
 from stretto.aggregate.parameter_server.routes import RangeRequest, RequestKey, Route
 from stretto.collectives.urgency import Urgency
 from stretto.errors import ConfigurationError, FrameError, PeerLost, StrettoError, WireError
@@ -242,7 +242,7 @@ class ClientMachine(Machine):
         actions, self._actions = self._actions, []
         return actions
 
-    def _let_leave(self, turns: Sequence[Waiting]) -> None:
+    def _let_leave(self, turns: Sequence[QueuedMessage]) -> None:
         """It is these requests' turn. (One is not sent if its route has changed: then it will be, to another server.)"""
         for turn in turns:
             index, clock = turn.key

@@ -33,7 +33,7 @@ from stretto.collectives.urgency import Urgency
 Key = tuple[int, int]  # a range, and the clock of a push, or -1 of a pull; of an answer: whose
 
 
-class Waiting(NamedTuple):
+class QueuedMessage(NamedTuple):
     """Ordered by urgency, then by age; no two have the same `number`."""
 
     priority: int
@@ -50,9 +50,9 @@ class Lane:
 
     def __init__(self, patience: int) -> None:
         self._patience = patience
-        self._waiting: dict[int, dict[Key, Waiting]] = {}  # by range
-        self._by_urgency: defaultdict[int, list[Waiting]] = defaultdict(list)  # by receiver; also some that wait no longer
-        self._by_age: defaultdict[int, deque[Waiting]] = defaultdict(deque)
+        self._waiting: dict[int, dict[Key, QueuedMessage]] = {}  # by range
+        self._by_urgency: defaultdict[int, list[QueuedMessage]] = defaultdict(list)  # by receiver; also some that wait no longer
+        self._by_age: defaultdict[int, deque[QueuedMessage]] = defaultdict(deque)
         self._num_left: Counter[int] = Counter()  # by receiver
         self._under_way: dict[int, tuple[int, int]] = {}  # by number: the receiver, and how many bytes
         self._in_window: Counter[int] = Counter()  # by receiver
@@ -65,7 +65,7 @@ class Lane:
         of_range = self._waiting.setdefault(key[0], {})
         priority = max((urgency.priority, *(each.priority for each in of_range.values() if each.to == to)))
         due = self._num_left[to] + self._patience
-        waiting = Waiting(priority, self._count, key, to, num_bytes, urgency.credit_bytes, due)
+        waiting = QueuedMessage(priority, self._count, key, to, num_bytes, urgency.credit_bytes, due)
         of_range[key] = waiting
         heapq.heappush(self._by_urgency[to], waiting)
         self._by_age[to].append(waiting)
@@ -96,7 +96,7 @@ class Lane:
         for number in [number for number, (to, _) in self._under_way.items() if to == receiver]:
             self.sent(number)
 
-    def leave(self, *, all_of_them: bool = False) -> list[Waiting]:
+    def leave(self, *, all_of_them: bool = False) -> list[QueuedMessage]:
         """Those that leave now, in their order. `all_of_them`: whatever is under way."""
         left = []
         for to in list(self._by_urgency):
@@ -108,11 +108,11 @@ class Lane:
                 left.append(waiting)
         return left
 
-    def _has_room(self, waiting: Waiting) -> bool:
+    def _has_room(self, waiting: QueuedMessage) -> bool:
         under_way = self._in_window[waiting.to]
         return under_way == 0 or under_way + waiting.num_bytes <= waiting.credit_bytes
 
-    def _next(self, to: int) -> Waiting | None:
+    def _next(self, to: int) -> QueuedMessage | None:
         """Whose turn it is; None, and no queue for that receiver, if nothing waits for it."""
         by_urgency, by_age = self._by_urgency[to], self._by_age[to]
         while by_urgency and not self._is_current(by_urgency[0]):
@@ -125,5 +125,5 @@ class Lane:
         oldest = by_age[0]
         return oldest if self._num_left[to] >= oldest.due else by_urgency[0]
 
-    def _is_current(self, waiting: Waiting) -> bool:
+    def _is_current(self, waiting: QueuedMessage) -> bool:
         return self._waiting.get(waiting.key[0], {}).get(waiting.key) is waiting
