@@ -77,7 +77,8 @@ def run(
         float | None, typer.Option(metavar="SECONDS", help="How long all workers may take to meet. Default: --timeout, else 600.")
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(metavar="N", help="When a worker fails, start all of them again, so many times.")
+        int,
+        typer.Option(metavar="N", help="When a worker fails, start all again (with --min-workers: it alone), so many times."),
     ] = 0,
     min_workers: Annotated[
         int | None,

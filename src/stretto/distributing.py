@@ -36,6 +36,7 @@ from stretto.parsing import parse
 from stretto.plain_state import convert_after, look_as_before, look_plain
 from stretto.plan import profile_file
 from stretto.plan.profile import StepProfile
+from stretto.returning import check_return
 from stretto.strategy import Strategy
 
 M = TypeVar("M", bound=nn.Module)
@@ -92,6 +93,8 @@ def distribute(
                 f"check_finite=True with schedule={chosen.schedule!r}: the check is about all gradients of a step, before any "
                 f"parameter is updated, and here each is updated when its own has come.\nLeave one of them out."
             )
+        if job.life:
+            check_return(job, chosen, len(optimizers))
         loaded = _load_profile(profile, unwrapped(model), chosen, job)
     except ConfigurationError as refused:
         problem = refused
@@ -99,7 +102,7 @@ def distribute(
     former = find_engine(model)
     if former is not None and former.job is job:
         former.training.before_release()
-    if job.world_size > 1:
+    if job.world_size > 1 and not job.life:
         options = {"check_finite": check_finite, "buffers": buffers, "scaler": scaler is not None, "profile": profile is not None}
         agree(job, unwrapped(model), optimizers, chosen, options)
         copy_model(job, model)

@@ -25,6 +25,7 @@ from stretto.collectives.started import Started
 from stretto.errors import ConfigurationError, JobError, StrettoError, WireError
 from stretto.launching.detect import Launch
 from stretto.launching.introduce import farewell, find_rendezvous, introduce, local_address
+from stretto.launching.introduction_messages import Table
 from stretto.launching.ledger_file import write_ledger
 from stretto.launching.peers import Peer
 from stretto.launching.server_meeting import did_not_meet, launch_of_worker, open_rendezvous
@@ -82,7 +83,10 @@ class Job:
         self._collectives_of_ours = 0  # that nobody asked for: to compare clocks
         communicator = None if wire is None else Communicator(wire, timeouts, self.ledger, self.tracer)
         self._communication = None if communicator is None else CommunicationThread(communicator)
-        self.endpoint = Endpoint(self.rank, [peer.host for peer in peers], self._communication, self.check_usable)
+        self.life = peers[self.rank].generation  # more than 0: this worker has come back, see `returning.py`
+        self.notes: dict[str, str] = {}  # that others have left for whoever comes back
+        self.first_step = 0  # at which this worker takes part: when it has come back, that of the slowest
+        self.endpoint = Endpoint(self.rank, [peer.host for peer in peers], self._communication, self._check_collective)
         self.whereabouts = self.endpoint.whereabouts
         self.world = Group(self.endpoint, tuple(range(self.world_size)))
         self.start, self.run, self.new_channel = self.world.start, self.world.run, self.world.new_channel
@@ -191,9 +195,21 @@ class Job:
                 f"child. There you have rank(), world_size() and device()."
             )
 
+    def _check_collective(self) -> None:
+        self.check_usable()
+        if self.life:
+            raise ConfigurationError(
+                f"a collective on rank {self.rank}, which has come back to a job that went on without it: collectives (barrier, "
+                f"all_reduce, gather_object, save, load, ...) take all workers from the beginning on, and the others have lost "
+                f"this one.\nTrain with servers that step, which need none, and call collectives only where job.life is 0 "
+                f"(job = stretto.init())."
+            )
+
     @property
     def missing(self) -> list[int]:
         """Ranks that have died or left, as far as this worker has heard: no collective takes all workers any more."""
+        if self.life:
+            return [rank for rank in range(self.world_size) if rank != self.rank]
         return [] if self.wire is None else sorted(self.wire.lost)
 
     @property
@@ -256,7 +272,7 @@ class Job:
         """Collectives take all workers, so what rank 0 has not called nobody has. Workers may well have nothing to do with each
         other (`stretto.launch` of a function that computes something); it is training that they should not do alone."""
         unused = self.ledger.collectives.total() == self._collectives_of_ours
-        if self.rank == 0 and self.world_size > 1 and unused and was_made(torch.optim.Optimizer):
+        if self.rank == 0 and self.world_size > 1 and not self.life and unused and was_made(torch.optim.Optimizer):
             log.warning(
                 "this job of %d workers is over, and none of them has called stretto.distribute() or a collective: each has "
                 "worked alone, on a model of its own. To train one model together, call model, optimizer = "
@@ -268,7 +284,7 @@ class Job:
         """If tracing was asked for: make sure that it can be written, and learn how the workers' clocks differ. On all ranks."""
         if self.tracer is not None and self.launch.trace is not None:
             trace.prepare(self.launch.trace)
-            if self.world_size > 1:
+            if self.world_size > 1 and not self.life:
                 self.clock = clock_offset(self.rank, self.barrier, self.gather_object, self.tracer.now)
                 self._collectives_of_ours = self.ledger.collectives.total()
 
@@ -324,6 +340,9 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
     ours = make_wire(launch, timeouts, wire)
     try:
         table = introduce(launch, ours.address, timeouts)
+        if table.peers[launch.rank].generation:
+            ours.abandon()
+            return _return(launch, table, timeouts)
         ours.connect(table.peers, table.nonce)
     except BaseException:
         ours.abandon()
@@ -335,6 +354,13 @@ def join(launch: Launch, timeouts: Timeouts, wire: WireName = "auto") -> Job:
     except BaseException:
         job.close(goodbye=False)
         raise
+    return job
+
+
+def _return(launch: Launch, table: Table, timeouts: Timeouts) -> Job:
+    job = Job(launch, table.peers, None, timeouts)
+    job.notes = table.notes
+    log.warning("rank %d has come back to its job, without a connection to other workers", job.rank)
     return job
 
 

@@ -44,7 +44,7 @@ def test_what_is_said_names_who_died_how_and_when() -> None:
         "stretto: rank 1 was killed by SIGKILL after 2.5 s (pid 4711); ranks 0, 2 go on"
     )
     assert survivors.note(Failure(2, 4712, 7, 3.0, b""), ["0"]).endswith("rank 0 goes on")
-    assert survivors.summary(3) == (
+    assert survivors.summary(3, {"0": 0, "1": -9, "2": 7}) == (
         "stretto: the job has ended without 2 of 3 workers: rank 1 was killed by SIGKILL after 2.5 s; "
         "rank 2 exited with code 7 after 3.0 s"
     )
@@ -87,7 +87,42 @@ def test_with_too_few_left_the_job_ends_as_ever(start: Start, tmp_path: Path) ->
     assert "rank 0 of 3 failed first" in errors and "1 other worker was stopped" in errors
 
 
-@pytest.mark.parametrize(("least", "restarts", "reason"), [(0, 0, "1 to 2"), (3, 0, "1 to 2"), (1, 1, "Give one of them")])
-def test_what_cannot_be_is_refused(least: int, restarts: int, reason: str) -> None:
-    with pytest.raises(ConfigurationError, match=reason):
-        check_min_workers(least, 2, restarts)
+def test_who_is_started_again_is_started_alone_and_so_often() -> None:
+    survivors = Survivors(3, 1, restarts=2)
+    assert survivors.note(KILLED, ["0", "2"], 10.0).endswith("go on, and it is started again (restart 1 of 2)")
+    assert survivors.next_at == 10.0 and survivors.due(9.9) == []
+    assert survivors.due(10.0) == [("1", 1)] and survivors.next_at is None
+    survivors.note(KILLED, ["0", "2"], 20.0)
+    assert survivors.due(20.0) == [("1", 2)]
+    assert survivors.note(Failure(2, 4712, 7, 3.0, b""), ["0"], 30.0).endswith("rank 0 goes on") and survivors.next_at is None
+    assert survivors.summary(3, {"0": 0, "1": 0, "2": 7}) == (
+        "stretto: the job has ended without 1 of 3 workers: rank 2 exited with code 7 after 3.0 s, and with 1 that came back: "
+        "rank 1 was killed by SIGKILL after 2.5 s"
+    )
+
+
+def test_a_worker_that_dies_is_started_again_with_its_pipes_and_the_job_ends_well(start: Start) -> None:
+    launcher = start(
+        """
+        life = os.environ["STRETTO_RESTART_COUNT"]
+        print(f"life {life}", flush=True)
+        print("to stderr", file=sys.stderr, flush=True)
+        if rank == 1 and life == "0": os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1: mark("back")
+        wait_for("back")
+        """,
+        "-n", "2", "--min-workers", "1", "--max-restarts", "1",
+        patience={"RESTART_S": 0.05},
+    )  # fmt: skip
+    output, errors = launcher.communicate(timeout=LIMIT_S)
+
+    assert launcher.returncode == 0, errors
+    assert sorted(output.splitlines()) == ["[0] life 0", "[1] life 0", "[1] life 1"]
+    assert errors.count("[1] to stderr") == 2 and "rank 0 goes on, and it is started again (restart 1 of 1)" in errors
+    assert "the job has ended with 1 that came back: rank 1 was killed by SIGKILL" in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize("least", [0, 3])
+def test_what_cannot_be_is_refused(least: int) -> None:
+    with pytest.raises(ConfigurationError, match="1 to 2"):
+        check_min_workers(least, 2)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def admit(job: Job, problem: ConfigurationError | None) -> None:
     """Raise on every worker if any has a problem with its own arguments: the others must hear of it rather than wait."""
     problems = [None if problem is None else str(problem)]
-    if job.world_size > 1:
+    if job.world_size > 1 and not job.life:
         problems = job.gather_object(problems[0])
     if problem is not None:
         raise problem

@@ -45,6 +45,7 @@ from stretto.launching.introduction_messages import (
     FromWorker,
     Join,
     Leave,
+    Note,
     Refused,
     Table,
     Waiting,
@@ -110,6 +111,11 @@ def report_ended(launch: Launch, ended: Sequence[Ended]) -> None:
     """For launchers: tell the coordinator which workers have ended, so that nobody waits for them until the deadline. `launch`
     is that of any worker. Silent if the coordinator is gone; never blocks for more than two seconds."""
     _say_in_passing(launch, ended)
+
+
+def leave_note(launch: Launch, key: str, value: str) -> None:
+    """Have the coordinator tell this to whoever comes back to the job. Silent if it is gone, as `farewell` is."""
+    _say_in_passing(launch, [Note(key, value)])
 
 
 def _say_in_passing(launch: Launch, messages: Sequence[FromWorker]) -> None:

@@ -77,6 +77,13 @@ class WatchReturns(msgspec.Struct, frozen=True, tag="watch", forbid_unknown_fiel
     generation: int
 
 
+class Note(msgspec.Struct, frozen=True, tag="note", forbid_unknown_fields=True):
+    """To be told to whoever comes back to this job."""
+
+    key: str
+    value: str
+
+
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
     missing: list[int]
     refused: str = ""  # who was turned away meanwhile: perhaps one of the missing, with another secret
@@ -85,6 +92,7 @@ class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
 class Table(msgspec.Struct, frozen=True, tag="table"):
     peers: list[Peer]  # in order of rank
     nonce: bytes  # with the secret, this gives the keys of this job's wires (see `secret.py`)
+    notes: dict[str, str] = {}  # for members that come back
 
 
 class News(msgspec.Struct, frozen=True, tag="news"):
@@ -96,7 +104,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-FromWorker = Join | Ask | Leave | Ended | WatchReturns
+FromWorker = Join | Ask | Leave | Ended | WatchReturns | Note
 FromCoordinator = Waiting | Table | Refused | News
 
 

@@ -19,12 +19,25 @@ from __future__ import annotations
 
 from typing import Final
 
-from stretto.launching.introduction_messages import Checked, Ended, FromWorker, Join, Leave, News, Refusal, WatchReturns
+from stretto.launching.introduction_messages import (
+    Checked,
+    Ended,
+    FromWorker,
+    Join,
+    Leave,
+    News,
+    Note,
+    Refusal,
+    Table,
+    WatchReturns,
+)
 from stretto.launching.membership import Member, Membership, Phase
 from stretto.protocol.machine import Actions, Node, SendMessage, SetTimer
 
 WATCH_EVERY_S: Final = 1.0
 LONELY_S: Final = 30.0
+MOST_NOTES: Final = 64
+NOTE_CHARS: Final = 512
 DEAD_S: Final = 3.0  # a watcher of which nothing has come for so long does not keep the coordinator when others leave
 
 
@@ -36,10 +49,15 @@ class LastingMembership(Membership):
         self._lonely_s = lonely_s
         self._lonely = False
         self._generation = 0
+        self._notes: dict[str, str] = {}
         self._watching: dict[int, Node] = {}
         self._seen: dict[int, float] = {}  # when each watcher has said so
 
     def on_message(self, now: float, source: Node, header: FromWorker | Checked | Refusal, payload: memoryview) -> Actions:
+        if isinstance(header, Note):
+            if len(header.key) + len(header.value) <= NOTE_CHARS and (header.key in self._notes or len(self._notes) < MOST_NOTES):
+                self._notes[header.key] = header.value
+            return ()
         if not isinstance(header, WatchReturns):
             formed = self.phase is Phase.FORMED
             actions = super().on_message(now, source, header, payload)
@@ -82,6 +100,6 @@ class LastingMembership(Membership):
         self._generation += 1
         self._watching.pop(message.rank, None)
         self._members[message.rank] = Member(sender, message, 0.0, answers=True, generation=self._generation)
-        table = self._table()
+        table = Table(self._peers(), self._nonce, self._notes)
         news = News([table.peers[message.rank]])
         return [SendMessage(sender, table), *(SendMessage(watcher, news) for watcher in self._watching.values())]

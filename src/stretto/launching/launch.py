@@ -53,7 +53,7 @@ from stretto.launching.launch_report import (
 from stretto.launching.node_servers import NodeServers
 from stretto.launching.orphans import Orphans
 from stretto.launching.output import STDERR, STDOUT, Lines, Screen, prefix_of, wants_colour
-from stretto.launching.processes import Pipes, Processes, ProcessReport
+from stretto.launching.processes import Pipes, Processes, ProcessReport, open_standard_descriptors
 from stretto.launching.stop_signals import Noticed, noticed_signals
 from stretto.launching.survivors import WENT_ON, Survivors
 
@@ -72,7 +72,7 @@ def run(plan: RunPlan, environ: Mapping[str, str]) -> int:
     """Run one node's part of a job to its end; the exit code. For the main thread only: it handles signals."""
     open_standard_descriptors()
     with noticed_signals() as noticed:
-        for restart in range(plan.max_restarts + 1):
+        for restart in range(1 if plan.goes_on else plan.max_restarts + 1):
             bind = launch_plan.bind_address(plan) if plan.node == 0 else None
             job = _NodeJob(plan, environ, noticed, restart)
             try:
@@ -87,13 +87,6 @@ def run(plan: RunPlan, environ: Mapping[str, str]) -> int:
 def restart_pause(restart: int) -> float:
     """Seconds between attempt number `restart` (from 0) and the next one."""
     return min(LONGEST_RESTART_S, RESTART_S * 2.0 ** min(restart, 30))
-
-
-def open_standard_descriptors() -> None:
-    """Descriptors 0-2 exist from here on: a pipe that got such a number would be overwritten in the child."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
 
 
 @dataclass(slots=True)
@@ -149,7 +142,7 @@ class _NodeJob:
         self.num_stopped = 0
         self.failures: list[Failure] = []
         self.ended: dict[str, int] = {}  # name -> code
-        self.survivors = Survivors(plan.workers, plan.min_workers)
+        self.survivors = Survivors(plan.workers, plan.min_workers, plan.max_restarts)
         self.blamed: Failure | _Silent | None = None
         self.last_words_until: float | None = None
         self.ended_workers = EndedWorkers()
@@ -211,7 +204,8 @@ class _NodeJob:
             self._say(said)
         encrypted = launch_plan.encrypted(plan, self.environ)
         address = hosts.join_address(*bind)
-        argv = coordinator_process.argv(address, plan.world_size, self.ready_write, encrypted=encrypted)
+        lasting = ["--lasting"] if plan.goes_on else []
+        argv = coordinator_process.argv(address, plan.world_size, self.ready_write, encrypted=encrypted, options=lasting)
         env = coordinator_process.environment(plan.secret, self.environ)
         self.processes.start(COORDINATOR, argv, env, self.pipes[COORDINATOR], keep=[self.ready_write])
         deadline = time.monotonic() + READY_S
@@ -234,19 +228,24 @@ class _NodeJob:
         )
 
     def _start_workers(self, rendezvous: tuple[str, int]) -> None:
-        master_port = launch_plan.torch_port(self.plan)
-        argv = launch_plan.worker_argv(self.plan)
+        self.master_port = launch_plan.torch_port(self.plan)
         if self.plan.trace is not None:
             launch_plan.trace_folder(self.plan.trace)  # without what the attempt before has left
         self.rendezvous = rendezvous
         for name, server_argv, server_env in self.servers.commands():
             self.processes.start(name, server_argv, server_env, self.pipes[name])
-        self.alive.update(self.names)
-        for local_rank, name in enumerate(self.names):
-            env = launch_plan.worker_environment(
-                self.plan, local_rank, rendezvous, master_port, self.environ, self.restart, self.servers.meet_at
-            )
-            self.processes.start(name, argv, env, self.pipes[name])
+        for name in self.names:
+            self._start_worker(rendezvous, name, self.restart)
+
+    def _start_worker(self, rendezvous: tuple[str, int], name: str, restart: int) -> None:
+        plan = self.plan
+        env = launch_plan.worker_environment(
+            plan, self.names.index(name), rendezvous, self.master_port, self.environ, restart, self.servers.meet_at
+        )
+        self.alive.add(name)
+        self.ended.pop(name, None)
+        self.tails[name] = b""
+        self.processes.start(name, launch_plan.worker_argv(plan), env, self.pipes[name], again=plan.goes_on)
 
     def _turn(self, also: int | None = None, until: float | None = None) -> None:
         """Wait for the next event or deadline, and handle what there is."""
@@ -275,6 +274,7 @@ class _NodeJob:
             until,
             self.last_words_until,
             self.ended_workers.due_at,
+            self.survivors.next_at,
             self.stop.kill_at if self.stop and not self.stop.killed else None,
         ]
         now = time.monotonic()
@@ -353,7 +353,7 @@ class _NodeJob:
             elapsed = time.monotonic() - self.started_at
             self.failures.append(Failure(int(report.name), report.pid, code, elapsed, self.tails[report.name]))
             if goes_on:
-                self._say(self.survivors.note(self.failures[-1], self.alive))
+                self._say(self.survivors.note(self.failures[-1], self.alive, time.monotonic() + RESTART_S))
             else:
                 self._judge()
 
@@ -414,6 +414,9 @@ class _NodeJob:
                 self._tell_coordinator_who_ended()
             else:
                 self.ended_workers.due_at = None  # perhaps at the end: see `close`
+        if self.rendezvous is not None and self.alive and self.stop is None:
+            for revived in self.survivors.due(now):
+                self._start_worker(self.rendezvous, *revived)
         if self.stop is not None and not self.stop.killed and now >= self.stop.kill_at:
             self.stop.killed = True
             self.processes.kill()
@@ -438,12 +441,12 @@ class _NodeJob:
         if not self.failures:
             return 0 if self.names else self.servers.exit_code
         if self.survivors.suffice(self.alive, self.ended):
-            self._say(self.survivors.summary(self.plan.world_size))
-            return WENT_ON
+            self._say(self.survivors.summary(self.plan.world_size, self.ended))
+            return WENT_ON if any(self.ended.values()) else 0
         if self.blamed is None:  # all ended by themselves, before the time for last words was over
             self._blame()
         exit_code = self._report()
-        if self.restart < self.plan.max_restarts:
+        if self.restart < self.plan.max_restarts and not self.plan.goes_on:
             self.restarts = True
             number, pause = f"{self.restart + 1} of {self.plan.max_restarts}", restart_pause(self.restart)
             self._say(f"stretto: all workers of this node are started again in {pause:g} s (restart {number})")

@@ -51,7 +51,7 @@ class RunPlan:
     trace: Path | None = None  # the folder, absolute: workers may change theirs
     progress: bool = False  # rank 0 says every few seconds how training goes
     strategy: str | None = None  # for `distribute` calls that name none
-    max_restarts: int = 0  # how often all workers are started again after one has failed
+    max_restarts: int = 0  # how often all workers are started again after one has failed; if it `goes_on`, that one alone
     min_workers: int | None = None  # of this node, with which the job goes on; None: with all of them
 
     @property
@@ -66,6 +66,11 @@ class RunPlan:
     @property
     def world_size(self) -> int:
         return sum(self.workers_of)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it may lose workers, and they may come back."""
+        return self.min_workers is not None
 
     def rank(self, local_rank: int) -> int:
         return sum(self.workers_of[: self.node]) + local_rank
@@ -112,7 +117,7 @@ def make_plan(
     check_servers(workers_of, servers_of, max_restarts)
     if not module and workers_of[node or 0]:
         check_script(target)
-    check_min_workers(min_workers, workers_of[node or 0], max_restarts)
+    check_min_workers(min_workers, workers_of[node or 0])
     check_seconds("--timeout", timeout_s)
     check_seconds("--meet-timeout", meet_s)
     if strategy is not None:
@@ -169,18 +174,11 @@ def check_counts(nodes: int, node: int | None, max_restarts: int) -> None:
         )
 
 
-def check_min_workers(min_workers: int | None, workers: int, max_restarts: int) -> None:
-    if min_workers is None:
-        return
-    if not 1 <= min_workers <= workers:
+def check_min_workers(min_workers: int | None, workers: int) -> None:
+    if min_workers is not None and not 1 <= min_workers <= workers:
         raise ConfigurationError(
             f"--min-workers {min_workers} with -n {workers}: a job that loses workers goes on while so many of this machine's "
             f"are left, 1 to {workers}.\nWrite for instance --min-workers 1."
-        )
-    if max_restarts:
-        raise ConfigurationError(
-            f"--min-workers {min_workers} with --max-restarts {max_restarts}: the one goes on without a worker that fails, and "
-            f"the other starts all of them again.\nGive one of them."
         )
 
 

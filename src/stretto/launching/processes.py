@@ -13,6 +13,13 @@ from pathlib import Path
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
+def open_standard_descriptors() -> None:
+    """Descriptors 0-2 exist from here on: a pipe that got such a number would be overwritten in the child."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
     """One line from the supervisor: `name` started (`code` is None) or ended (`code` < 0: by signal `-code`)."""
@@ -68,8 +75,18 @@ class Processes:
     def supervisor_pid(self) -> int:
         return self._supervisor.pid
 
-    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], pipes: Pipes, keep: Sequence[int] = ()) -> None:
-        self._command(do="start", name=name, argv=list(argv), env=dict(env), stdio=pipes.child, keep=list(keep))
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        pipes: Pipes,
+        keep: Sequence[int] = (),
+        *,
+        again: bool = False,
+    ) -> None:
+        """`again`: it may be started another time, with the same pipes, which stay open until the supervisor ends."""
+        self._command(do="start", name=name, argv=list(argv), env=dict(env), stdio=pipes.child, keep=list(keep), again=again)
 
     def signal(self, number: int, names: Sequence[str]) -> None:
         self._command(do="signal", signal=int(number), names=list(names))

@@ -13,7 +13,8 @@ Who dies, and why nobody is left behind:
   forks.)
 
 Commands, one JSON object a line:
-    {"do": "start", "name": N, "argv": [...], "env": {...}, "stdio": [in, out, err], "keep": [fd, ...]}
+    {"do": "start", "name": N, "argv": [...], "env": {...}, "stdio": [in, out, err], "keep": [fd, ...],
+     "again": whether the same may be started another time, with these descriptors}
     {"do": "signal", "signal": S, "names": [N, ...]}    to the groups of those that run
     {"do": "kill"}                                      SIGKILL to every descendant
     {"do": "finish"}                                    let stragglers go, then make them; then the supervisor ends
@@ -127,7 +128,7 @@ class Supervisor:
         if pid == 0:
             self.become(command)
         self.running[pid] = command["name"]
-        for descriptor in {*command["stdio"], *command["keep"]}:
+        for descriptor in () if command["again"] else {*command["stdio"], *command["keep"]}:
             os.close(descriptor)  # else the launcher would never see the worker's end-of-file
         self.report(command["name"], pid, None)
 

@@ -33,7 +33,7 @@ from typing import Any, Final
 
 import msgspec
 
-from stretto.aggregate.parameter_server.client import ClientMachine, Quit
+from stretto.aggregate.parameter_server.client import ClientMachine, Enter, Quit
 from stretto.aggregate.parameter_server.client_record import AskLedgers, RecordedClient
 from stretto.aggregate.parameter_server.joining import admit_newcomers, join_network, lives_of
 from stretto.aggregate.parameter_server.process import ServerPlace, serve
@@ -42,6 +42,7 @@ from stretto.aggregate.parameter_server.server_trace import ServerTrace
 from stretto.aggregate.parameter_server.service import (
     CONTROL_CHANNEL,
     FIRST_CHANNEL,
+    FindServices,
     LeaveServers,
     NewService,
     ServedModel,
@@ -51,13 +52,13 @@ from stretto.aggregate.parameter_server.service import (
 from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
-from stretto.errors import JobError, PeerLost, StrettoError, WireError
+from stretto.errors import ConfigurationError, JobError, PeerLost, StrettoError, WireError
 from stretto.job import Job
 from stretto.launching import coordinator_process
 from stretto.launching import secret as secrets
 from stretto.launching.detect import Launch, own_environment
 from stretto.launching.hosts import host_identity, join_address
-from stretto.launching.introduce import local_address, report_ended
+from stretto.launching.introduce import leave_note, local_address, report_ended
 from stretto.launching.introduction_messages import Ended
 from stretto.launching.rendezvous import start_coordinator
 from stretto.launching.server_meeting import launch_of_worker
@@ -136,8 +137,29 @@ class ServerNetwork:
         problem = self._job.gather_object(problem)[0]
         if problem is not None:
             raise StrettoError(problem)
+        return self._start_client(channel, model, owner, 0)
+
+    def enter(self, model: ServedModel, owner: object) -> tuple[Running, ServedModel, int]:
+        """For a worker that has come back: take part in a model that is served. Returns it as the servers have it, and the clock
+        to begin with."""
+        living = [server for server in self.servers if server not in self._wire.lost]
+        served = self._wait_for(self._control.request(FindServices(living)), "what they serve")
+        for channel, found in sorted(served.items()):
+            if channel not in self._served and _same_model(found, model):
+                break
+        else:
+            raise ConfigurationError(
+                f"rank {self._job.rank} has come back, and the servers serve no model like the one that it distributes: "
+                f"parameters ({', '.join(each.name for each in model.parameters[:5])}, ...), sync and compress have to be those "
+                f"of the others.\nDistribute the models in the same order as the others do, and nothing but them."
+            )
+        self._channel = max(self._channel, channel + 1)
+        running = self._start_client(channel, found, owner, self._wire.joined_in(self._job.rank))
+        return running, found, int(self._wait_for(running.request(Enter()), "to let this worker in"))
+
+    def _start_client(self, channel: int, model: ServedModel, owner: object, life: int) -> Running:
         client = ClientMachine(
-            self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas, lives=lives_of(self._wire)
+            self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas, life=life, lives=lives_of(self._wire)
         )
         machine = RecordedClient(client, model.servers, self._job.world_size, self._job.ledger, self._job.tracer)
         running = self._communication.loop.start(machine, channel, unsent_bytes=model.unsent_bytes)
@@ -204,12 +226,25 @@ class ServerNetwork:
             time.sleep(0.01)
 
 
+def _same_model(one: ServedModel, other: ServedModel) -> bool:
+    """Whether these are of the same model, though servers may have come and gone between them."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("parameters", "workers", "sync", "codecs")) and (
+        {group: spec.name for group, spec in one.optimizers.items()}
+        == {group: spec.name for group, spec in other.optimizers.items()}
+    )
+
+
 def network_of(job: Job, value: ParameterServer, num_clients: int) -> ServerNetwork:
     """The job's, opened by the first model that needs it. All workers call it together; `num_clients` of them will push."""
     dedicated = number_dedicated(job)
     num_servers = value.num_servers(num_clients, dedicated)
     key = 0 if value.is_dedicated(dedicated) else num_servers
     network = job.server_networks.get(key)
+    if job.life and not key:
+        raise ConfigurationError(
+            f"rank {job.rank} has come back, and this job has servers on hosts of their own, to which workers cannot come back.\n"
+            f'Write ParameterServer(placement="beside"), or leave --min-workers out: then all begin anew.'
+        )
     if network is None:
         network = job.server_networks[key] = _beside(job, num_servers, value.restarts) if key else _dedicated(job)
         job.threads.add(network)
@@ -236,6 +271,9 @@ def _beside(job: Job, num_servers: int, restarts: int) -> ServerNetwork:
     if job.more_wires is not None:
         wire: Wire = _threads(job, mine, num_servers)
         processes, launch = list[subprocess.Popen[bytes]](), None
+    elif job.life:
+        launch, processes = _launch_of_returned(job, num_servers), []
+        wire = join_network(launch, job.timeouts)
     else:
         wire, processes, launch = _processes(job, mine, num_servers, restarts)
     network = ServerNetwork(job, CommunicationThread(Communicator(wire, job.timeouts)), num_servers, processes, launch)
@@ -308,10 +346,28 @@ def _launch_of_all(job: Job, num_servers: int) -> Launch:
     address, problem = job.gather_object([address, problem])[0]
     if problem:
         raise JobError(problem)
+    if job.rank == 0:
+        leave_note(job.launch, f"servers {num_servers}", address)
+    return _place_of(job, size, address, secret)
+
+
+def _launch_of_returned(job: Job, num_servers: int) -> Launch:
+    """The same for a worker that has come back: where the others have met is in the notes of the job."""
+    key = f"servers {num_servers}"
+    if key not in job.notes:
+        raise ConfigurationError(
+            f"rank {job.rank} has come back, and this job has no {num_servers} servers beside its workers: no model was "
+            f"distributed with them when the worker died.\nDistribute models with the same strategies as the others do."
+        )
+    assert job.launch.secret is not None
+    return _place_of(job, job.world_size + num_servers, job.notes[key], secrets.derive(job.launch.secret, key))
+
+
+def _place_of(job: Job, size: int, address: str, secret: bytes) -> Launch:
     on_one_host = len({peer.host for peer in job.peers}) == 1
     return dataclasses.replace(
         job.launch, world_size=size, local_world_size=size if on_one_host else job.launch.local_world_size, rendezvous=address,
-        secret=secret, launcher="stretto", trace=None, ledger=None, restart=0,
+        secret=secret, launcher="stretto", trace=None, ledger=None, restart=job.life,
     )  # fmt: skip
 
 

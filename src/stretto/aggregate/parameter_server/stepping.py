@@ -191,23 +191,28 @@ class SteppingServers(Training[Bucket]):
             range_bytes=range_bytes_for_steps(schedule, self._inventory.parameters, num_servers),
             codecs={group: repr(each) for group, each in self._inventory.compressions.items()},
         )  # fmt: skip
+        if self._job.life:
+            self._service, model, self._job.first_step = self._network.enter(model, self)
         self._ranges = model.layout().ranges
         self._encoding = PushEncoding(self._job.rank, self._inventory, self._ranges, self._own)
         self._own = {}
         self._entry_of = {each.parameter: each for each in self._inventory.entries}
         self._order = UseOrder(schedule, self._inventory.entries, model.range_bytes, num_servers)
         self._bounds = bounds_of(self._ranges)
-        self._service = self._network.begin(model, self)
-        self._clocks = [0] * len(self._optimizers)
+        self._clocks = [self._job.first_step if self._job.life else 0] * len(self._optimizers)
         self._versions = [0] * len(self._ranges)
         self._flat = self._inventory.flat_values()
-        problem = self._job.gather_object(self._fill() if self._job.rank == 0 else None)[0]
-        if problem is not None:
-            raise StrettoError(f"the servers could not begin with {self._setting.name}: {problem}")
+        if not self._job.life:
+            self._service = self._network.begin(model, self)
+            problem = self._job.gather_object(self._fill() if self._job.rank == 0 else None)[0]
+            if problem is not None:
+                raise StrettoError(f"the servers could not begin with {self._setting.name}: {problem}")
         self._known = {}
         for optimizer in self._optimizers:
             self._clear_state(optimizer)  # it is on the servers
         self._pull_all()
+        if self._job.life or self._service is None:
+            return
         self._job.barrier()  # nobody pushes before all have the values that training begins with
         self._snapshots = begin_snapshots(
             self._strategy, self._job, self._setting, self._network, self._service, self._inventory, self._ranges,
