@@ -292,6 +292,8 @@ def test_a_worker_that_dies_takes_its_group_with_it_and_other_groups_go_on() -> 
 
 
 def test_when_the_center_is_lost_all_workers_of_a_group_hear_it() -> None:
+    told = threading.Barrier(4)  # nobody leaves before all have heard
+
     def program(job: Job) -> str:
         model = mlp()
         how = elastic(1, sync=Asynchronous(), size=2, servers=ParameterServer(1))
@@ -303,6 +305,7 @@ def test_when_the_center_is_lost_all_workers_of_a_group_hear_it() -> None:
             for number in range(50):
                 backward(model, job.rank, number)
                 optimizer.step()
+        told.wait(PATIENCE_S)
         return str(caught.value)
 
     texts = run_jobs(4, program)

@@ -158,6 +158,8 @@ def kill_server(job: Job, number: int, of: int) -> None:
 
 
 def test_when_servers_are_lost_all_workers_of_all_groups_hear_why() -> None:
+    told = threading.Barrier(4)  # nobody leaves before all have heard
+
     def program(job: Job) -> str:
         model = mlp()
         optimizer = distribute(model, sgd(model.parameters()), strategy(size=2, servers=ParameterServer(1)), job=job)[1]
@@ -169,6 +171,7 @@ def test_when_servers_are_lost_all_workers_of_all_groups_hear_why() -> None:
         with pytest.raises(WireError) as caught:
             for number in range(1, 50):
                 backward(model, job.rank, number)
+        told.wait(PATIENCE_S)
         return str(caught.value)
 
     texts = run_jobs(4, program)
@@ -327,6 +330,8 @@ def test_a_worker_that_dies_takes_its_group_with_it_and_other_groups_go_on() -> 
 
 
 def test_when_servers_are_lost_a_group_hears_it_from_its_first_worker() -> None:
+    told = threading.Barrier(4)  # nobody leaves before all have heard
+
     def program(job: Job) -> str:
         model = mlp()
         how = strategy(Asynchronous(), 2, ParameterServer(1))
@@ -338,6 +343,7 @@ def test_when_servers_are_lost_a_group_hears_it_from_its_first_worker() -> None:
             for number in range(50):
                 backward(model, job.rank, number)
                 optimizer.step()
+        told.wait(PATIENCE_S)
         with pytest.raises(StrettoError):
             optimizer.step()
         return str(caught.value)
