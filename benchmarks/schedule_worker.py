@@ -139,20 +139,23 @@ def measure(job: Job, settings: ScheduleSettings) -> ScheduleReport:
     check_equal(job, [each for each in contenders if each.name != LIMIT and "compress=" not in (names[each.name] or "")])
 
     engines = [engine for each in contenders if (engine := find_engine(each.core)) is not None]
-    profile = next((engine.training.profile for engine in engines if engine.training.profile is not None), None)
+    profiles = {  # by whom gradients are combined: servers cost what they cost
+        engine.strategy.aggregate: engine.training.profile for engine in engines if engine.training.profile is not None
+    }
     times = alternate(job, contenders, batch, settings.rounds, settings.steps)
     return ScheduleReport(
         settings=settings,
         machine=describe(),
         date=now(),
         num_bytes=sum(parameter.nbytes for parameter in contenders[0].core.parameters()),
-        rows=[row(each, mine, profile) for each, mine in zip(contenders, times, strict=True)],
+        rows=[row(each, mine, profiles) for each, mine in zip(contenders, times, strict=True)],
     )
 
 
-def row(contender: Contender, seconds: list[float], profile: StepProfile | None) -> ScheduleRow:
+def row(contender: Contender, seconds: list[float], profiles: dict[Any, StepProfile]) -> ScheduleRow:
     engine = find_engine(contender.core)
     plan = None if engine is None else engine.training.plan
+    profile = None if engine is None else profiles.get(engine.strategy.aggregate)
     predicted = None
     if engine is not None and plan is not None and profile is not None:
         predicted = simulate(profile, plan, cross_barrier=engine.strategy.schedule.cross_barrier).iteration_s
