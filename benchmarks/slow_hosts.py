@@ -7,8 +7,8 @@
 
 Computation is emulated, so hosts do not share processors (`slow_hosts_worker.py`). The loss to reach is the one that DDP has
 after 70 % of its run, of the same seed; losses are validation losses, the mean of three neighbours. Each contender has the
-learning rate that gave it the lowest loss on a seed of its own (`--tune`), for one that steps with every worker's gradient by
-itself takes more, and noisier, steps. Writes `slow_hosts_MACHINE_DATE.json` and `.md`. Let the machine be idle. Needs the lab.
+learning rate that gave it the lowest loss on a seed of its own (`--tune`): one that steps with every worker's gradient by itself
+takes more, and noisier, steps. Writes `slow_hosts_MACHINE_DATE.json` and `.md`. Let the machine be idle. Needs the lab.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ RATES = dict.fromkeys(STRATEGIES, 2e-3) | {
     SOFT: 4e-3,
 }  # the best of TUNED in 20 s, with one slow host
 TUNED = (1e-3, 2e-3, 4e-3, 8e-3)
+JUDGED_BY_LOSS = (DDP, SOFT, BACKUP, AWARE, STALE)  # the others cost minutes: --all
 SOONER = {SOFT: 1.6, BACKUP: 1.6, AWARE: 1.6}  # than DDP, with one slow host
 FASTER = 1.25  # steps of StaleSynchronous(3), with stalls
 SHARE = 0.7  # of DDP's run, where the loss to reach is
@@ -187,14 +188,16 @@ def tune(settings: SlowSettings, command: str, folder: Path) -> None:
 def main(arguments: list[str]) -> None:
     parser = harness.parser("Training with slow hosts.", quick="one seed, 3 s for each contender")
     parser.add_argument("--stalls", action="store_true", help="hosts stall at random, and none is slow all the time")
+    parser.add_argument("--all", action="store_true", help="also contenders about which nothing is claimed")
     parser.add_argument("--tune", action="store_true", help="find learning rates")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--seconds", type=float, help="of each run (24)")
+    parser.add_argument("--seconds", type=float, help="of each run (45; with stalls 20)")
     options = parser.parse_args(arguments)
     harness.check("cpu", len(options.seeds))
-    run_s = 3.0 if options.quick else options.seconds or 24.0
+    run_s = 3.0 if options.quick else options.seconds or (20.0 if options.stalls else 45.0)
+    names = list(STRATEGIES) if options.stalls or options.all or options.tune else JUDGED_BY_LOSS
     settings = SlowSettings(
-        strategies=STRATEGIES, rates=RATES, seeds=options.seeds[:1] if options.quick else options.seeds, run_s=run_s,
+        strategies={name: STRATEGIES[name] for name in names}, rates=RATES, seeds=options.seeds[:1] if options.quick else options.seeds, run_s=run_s,
         slow_factor=1.0 if options.stalls else 4.0, stall_chance=0.1 if options.stalls else 0.0, losses=not options.stalls,
     )  # fmt: skip
     command = harness.command_of("slow_hosts", arguments)
