@@ -197,7 +197,8 @@ def main(arguments: list[str]) -> None:
     run_s = 3.0 if options.quick else options.seconds or (20.0 if options.stalls else 45.0)
     names = list(STRATEGIES) if options.stalls or options.all or options.tune else JUDGED_BY_LOSS
     settings = SlowSettings(
-        strategies={name: STRATEGIES[name] for name in names}, rates=RATES, seeds=options.seeds[:1] if options.quick else options.seeds, run_s=run_s,
+        strategies={name: STRATEGIES[name] for name in names}, rates=RATES, run_s=run_s,
+        seeds=options.seeds[:1] if options.quick else options.seeds,
         slow_factor=1.0 if options.stalls else 4.0, stall_chance=0.1 if options.stalls else 0.0, losses=not options.stalls,
     )  # fmt: skip
     command = harness.command_of("slow_hosts", arguments)
