@@ -18,7 +18,7 @@ from stretto.lab.ledger import Traffic, excess, warning
 from stretto.lab.rates import FRAME_BYTES, describe_rate, parse_rate, shape
 from stretto.lab.slow import PERIOD_S, DutyCycle, parse_slow
 from stretto.launching.launch_plan import threads_each
-from stretto.launching.ledger_file import WireCount, read_ledger, write_ledger
+from stretto.launching.ledger_file import WireCount, of_server, read_ledger, write_ledger
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,9 @@ def test_a_ledger_comes_back_as_written_and_garbage_is_no_ledger(tmp_path: Path)
     assert read_ledger(path) is None
     write_ledger(str(path), 1000)
     assert read_ledger(path) == WireCount(1000)
+    for life in range(2):
+        write_ledger(of_server(str(path), 4, life), 10 + life)
+    assert read_ledger(path) == WireCount(1021)  # servers that this worker has started, in all their lives
     path.write_bytes(b"\xff" * 10_000)
     assert read_ledger(path) is None
 

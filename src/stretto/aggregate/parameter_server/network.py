@@ -389,7 +389,7 @@ def _start_process(
     place = ServerPlace(
         rank=rank, local_rank=0, world_size=launch.world_size, workers=job.world_size, on_one_host=launch.one_host,
         rendezvous=launch.rendezvous, secret=launch.secret.hex(), encrypt=launch.encrypt, interface=launch.interface,
-        timeouts=timeouts, trace=_trace_of(job, rank - job.world_size),
+        timeouts=timeouts, trace=_trace_of(job, rank - job.world_size), ledger=job.launch.ledger,
     )  # fmt: skip
     server = [sys.executable, "-m", "stretto.aggregate.parameter_server.process"]
     keeper = [sys.executable, "-I", "-S", str(KEEPER), str(restarts), *server]

@@ -30,6 +30,7 @@ from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
 from stretto.errors import StrettoError
 from stretto.launching.detect import Launch
+from stretto.launching.ledger_file import of_server, write_ledger
 from stretto.observe.trace import Tracer
 from stretto.protocol.loop import Running
 from stretto.timeouts import Timeouts
@@ -55,6 +56,7 @@ class ServerPlace(msgspec.Struct, frozen=True, kw_only=True):
     interface: str | None
     timeouts: Timeouts
     trace: ServerTrace | None = None
+    ledger: str | None = None  # of the worker that starts it, as in `Launch.ledger`
 
     def __repr__(self) -> str:
         return f"ServerPlace(rank={self.rank}, world_size={self.world_size})"
@@ -129,7 +131,11 @@ def main() -> int:
     except StrettoError as problem:
         log.warning("server %d has not joined: %s", place.rank - place.workers, problem)
         return NOT_JOINED
-    return 0 if serve(wire, range(place.workers), timeouts, place.trace, launch) else 1
+    try:
+        return 0 if serve(wire, range(place.workers), timeouts, place.trace, launch) else 1
+    finally:
+        if place.ledger is not None:
+            write_ledger(of_server(place.ledger, place.rank, launch.restart), wire.bytes_sent)
 
 
 if __name__ == "__main__":
