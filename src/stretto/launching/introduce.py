@@ -107,10 +107,10 @@ def farewell(launch: Launch) -> None:
     _say_in_passing(launch, [Leave(launch.rank, host_identity(), os.getpid())])
 
 
-def report_ended(launch: Launch, ended: Sequence[Ended]) -> None:
+def report_ended(launch: Launch, ended: Sequence[Ended]) -> bool:
     """For launchers: tell the coordinator which workers have ended, so that nobody waits for them until the deadline. `launch`
-    is that of any worker. Silent if the coordinator is gone; never blocks for more than two seconds."""
-    _say_in_passing(launch, ended)
+    is that of any worker. Whether it was told: False if there is none; never blocks for more than two seconds."""
+    return _say_in_passing(launch, ended)
 
 
 def leave_note(launch: Launch, key: str, value: str) -> None:
@@ -118,7 +118,7 @@ def leave_note(launch: Launch, key: str, value: str) -> None:
     _say_in_passing(launch, [Note(key, value)])
 
 
-def _say_in_passing(launch: Launch, messages: Sequence[FromWorker]) -> None:
+def _say_in_passing(launch: Launch, messages: Sequence[FromWorker]) -> bool:
     deadline = time.monotonic() + GOODBYE_S
     with contextlib.suppress(JobError, zmq.ZMQError), visiting(launch, deadline) as visit:
         while (remaining := deadline - time.monotonic()) > 0:
@@ -127,9 +127,10 @@ def _say_in_passing(launch: Launch, messages: Sequence[FromWorker]) -> None:
                 for message in messages:
                     visit.send(message)
                 visit.linger_s = max(0.0, deadline - time.monotonic())
-                return
+                return True
             if isinstance(event, int) and event & (_FAILED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED):
-                return
+                return False
+    return False
 
 
 class _Introduction:

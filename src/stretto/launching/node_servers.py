@@ -6,7 +6,7 @@ to end, which those do that have not met the workers and now never will. One tha
 says so, unless there are copies of what it had. A node that has servers only ends with them, with the code of the first that
 failed.
 
-Where workers and servers still meet, those who wait for a server that has ended are told at once (`membership.Ended`).
+Where workers and servers still meet, or are to meet, those who wait for a server that has ended are told (`membership.Ended`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NodeServers:
         self.exit_code = self.exit_code or (code if code > 0 else 128 - code)
         server, how = self._servers[report.name], how_it_ended(code)
         self._ended.note(server.ended(report.pid, how), soon=False)
-        self._ended.tell(server.launch)
+        self._ended.tell(server.launch, again=True)
         return f"stretto: {report.name} (pid {report.pid}) {how}; workers that know it go on if there are copies of what it had"
 
     @property

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,15 @@ import pytest
 
 from preloaded import Preloaded
 from stretto.aggregate.parameter_server import ParameterServer
-from stretto.errors import ConfigurationError, SecretError
-from stretto.launching import launch_plan, node_servers, secret, spawn
-from stretto.launching.detect import DedicatedServers, detect
+from stretto.errors import ConfigurationError, JobError, SecretError
+from stretto.launching import introduce, launch_plan, node_servers, secret, spawn
+from stretto.launching.detect import DedicatedServers, Launch, detect
+from stretto.launching.introduce import report_ended
+from stretto.launching.introduction_messages import Ended
 from stretto.launching.launch_plan import RunPlan, make_plan
-from stretto.launching.server_meeting import JoiningServer, check_restarts, joining_server, launch_of_worker
+from stretto.launching.processes import ProcessReport
+from stretto.launching.server_meeting import JoiningServer, check_restarts, joining_server, launch_of_worker, open_rendezvous
+from stretto.timeouts import Timeouts
 
 SECRET = "5a" * 32
 WORKER = {"STRETTO_RANK": "1", "STRETTO_WORLD_SIZE": "4", "STRETTO_LOCAL_RANK": "1", "STRETTO_LOCAL_WORLD_SIZE": "2"} | {
@@ -207,6 +214,36 @@ def test_a_server_that_does_not_come_is_named_by_the_workers_and_by_the_other_se
     assert "Rank 3 of 4 did not join within" in done.stderr
     assert "server 0, which is rank 2 of the job's 2 workers and 2 servers: Rank 3 of 4 did not join" in done.stderr
     assert done.stdout.endswith("served: 2\n")
+
+
+def test_workers_that_come_later_are_told_of_a_server_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It died while they imported torch: nobody listened yet where they meet."""
+    told: queue.Queue[bool] = queue.Queue()
+
+    def report(launch: Launch, ended: Sequence[Ended]) -> bool:
+        told.put(was_told := report_ended(launch, ended))
+        return was_told
+
+    monkeypatch.setattr(introduce, "report_ended", report)
+    asked = plan(servers=1)
+    servers = node_servers.NodeServers(asked, {})
+    assert [name for name, _, _ in servers.commands()] == ["server 0"]
+    servers.note_end(ProcessReport("server 0", 4711, -9), -9, early=True)
+    try:
+        assert told.get(timeout=10) is False
+        worker = launch_of_worker(
+            detect(WORKER | {"STRETTO_RANK": "0", "STRETTO_LOCAL_RANK": "0", "STRETTO_WORLD_SIZE": "2"}
+                   | {"STRETTO_SERVERS": f"1@{servers.meet_at}", "STRETTO_SECRET": asked.secret.hex()})
+        )  # fmt: skip
+        timeouts = Timeouts.of(30)
+        open_rendezvous(worker, timeouts)
+        with socket.create_server(("127.0.0.1", 0)) as listens:
+            address = f"127.0.0.1:{listens.getsockname()[1]}"
+            with pytest.raises(JobError, match=r"Rank 2 of 3 \(pid 4711 .*was killed by SIGKILL"):
+                introduce.introduce(worker, address, timeouts)
+        assert told.get(timeout=10) is True
+    finally:
+        servers.close()
 
 
 def test_servers_are_read_from_the_environment() -> None:
