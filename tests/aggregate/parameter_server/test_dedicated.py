@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import queue
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from preloaded import Preloaded
-from stretto.aggregate.parameter_server import ParameterServer
+from stretto.aggregate.parameter_server import ParameterServer, dedicated
 from stretto.errors import ConfigurationError, JobError, SecretError
 from stretto.launching import introduce, launch_plan, node_servers, secret, spawn
 from stretto.launching.detect import DedicatedServers, Launch, detect
@@ -22,6 +22,7 @@ from stretto.launching.launch_plan import RunPlan, make_plan
 from stretto.launching.processes import ProcessReport
 from stretto.launching.server_meeting import JoiningServer, check_restarts, joining_server, launch_of_worker, open_rendezvous
 from stretto.timeouts import Timeouts
+from stretto.wire.base import Wire
 
 SECRET = "5a" * 32
 WORKER = {"STRETTO_RANK": "1", "STRETTO_WORLD_SIZE": "4", "STRETTO_LOCAL_RANK": "1", "STRETTO_LOCAL_WORLD_SIZE": "2"} | {
@@ -244,6 +245,28 @@ def test_workers_that_come_later_are_told_of_a_server_that_has_ended(monkeypatch
         assert told.get(timeout=10) is True
     finally:
         servers.close()
+
+
+def test_a_server_that_waits_for_ever_outlives_a_job_with_other_numbers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = ConfigurationError("told the job has 4 workers, but this rendezvous was opened for 3")
+    jobs: Iterator[BaseException] = iter([other, KeyboardInterrupt(), other])
+
+    def meet(*_: object) -> Wire:
+        raise next(jobs)
+
+    monkeypatch.setattr(dedicated, "_meet", meet)
+    monkeypatch.setattr(dedicated, "_await_job", lambda _: None)
+    monkeypatch.setattr(dedicated, "LOOK_S", 0.0)
+    server = JoiningServer(
+        number=0, num_servers=1, num_workers=3, rendezvous="127.0.0.1:1", secret=bytes.fromhex(SECRET), encrypt=False
+    )
+    with pytest.raises(KeyboardInterrupt):
+        dedicated.run(server, Timeouts(), forever=True, quiet=True)
+    assert "could not join a job, and waits for the next one: told the job has 4 workers" in caplog.text
+    with pytest.raises(ConfigurationError, match="4 workers"):
+        dedicated.run(server, Timeouts(), forever=False, quiet=True)
 
 
 def test_servers_are_read_from_the_environment() -> None:

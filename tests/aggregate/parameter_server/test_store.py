@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.aggregate.parameter_server import ParameterServer
+from stretto.aggregate.parameter_server import ParameterServer, store
 from stretto.aggregate.parameter_server.store import ServedTensor
 from stretto.errors import ConfigurationError, PeerLost, StrettoError
 from stretto.job import Job
@@ -156,6 +156,31 @@ def test_an_answer_that_does_not_come_is_an_error_at_the_deadline_and_so_is_the_
     assert "An earlier request for it has not been answered either" in second
 
 
+def test_after_an_interrupted_request_its_answer_is_not_taken_for_that_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(job: Job) -> str:
+        stretto.declare("seen", torch.zeros(()))
+        stored = job.declared["seen"]
+        assert isinstance(stored, ServedTensor)
+        service, stored._service = stored._service, Mute()  # type: ignore[assignment]
+        job.barrier()
+        if job.rank == 0:
+            with monkeypatch.context() as patched:
+                patched.setattr(store, "wait", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    stretto.push("seen", 1.0)
+        with pytest.raises(StrettoError) as caught:
+            stretto.pull("seen")
+        stored._service = service
+        job.barrier()
+        return str(caught.value)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    said = run_jobs(2, program, timeouts=Timeouts(arrive_s=0.5))[0]
+    assert "An earlier request for it has not been answered either" in said
+
+
 def test_a_key_that_was_not_declared_is_refused_with_what_to_call() -> None:
     def program(job: Job) -> str:
         stretto.declare("other", torch.zeros(1))
@@ -200,6 +225,7 @@ def test_a_push_of_another_kind_is_refused_and_changes_nothing(pushed: Any, op: 
         ("seen", torch.zeros(1).expand(1 << 29), None, "Declare several keys"),
         ("seen", torch.zeros(2).to_sparse(), None, "to_dense"),
         ("seen", [1.0], None, "give a tensor"),
+        ("seen", torch.zeros(1), 2, "servers=2.: write for instance servers=ParameterServer"),
         ("seen", torch.zeros(1), ParameterServer(snapshots="x"), "snapshots are of models"),
         ("seen", torch.zeros(1), ParameterServer(placement="dedicated"), "has no servers on hosts of their own"),
     ],
@@ -211,6 +237,18 @@ def test_what_cannot_be_declared_is_refused_on_all_workers(key: Any, tensor: Any
         return "seen" not in job.declared
 
     assert all(run_jobs(2, program))
+
+
+@pytest.mark.parametrize("wrong", [{"tensor": [1.0]}, {"servers": 2}])
+def test_what_only_one_worker_declares_wrongly_is_refused_on_all(wrong: dict[str, Any]) -> None:
+    def program(job: Job) -> str:
+        right = {"tensor": torch.zeros(1), "servers": ParameterServer(shards=1)}
+        with pytest.raises(ConfigurationError) as caught:
+            stretto.declare("seen", **(right | wrong if job.rank == 1 else right))
+        return str(caught.value)
+
+    first, second = run_jobs(2, program, timeouts=Timeouts(arrive_s=5.0))
+    assert first == f"rank 1: {second}" and ("write for instance" in second or "give a tensor" in second)
 
 
 def test_workers_that_declare_different_things_are_all_told() -> None:

@@ -56,7 +56,7 @@ def run(server: JoiningServer, timeouts: Timeouts, *, forever: bool, quiet: bool
             _await_job(server.rendezvous)
         try:
             wire = _meet(server, timeouts)
-        except JobError as error:
+        except (JobError, ConfigurationError) as error:  # the latter: that job has other numbers of workers or servers
             if server.life:
                 log.warning("%s has not joined again: %s", name, error)
                 return NOT_JOINED

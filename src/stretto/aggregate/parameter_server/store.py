@@ -149,6 +149,7 @@ class ServedTensor(StoredTensor):
                 raise StrettoError(self._too_late(what, "An earlier request for it has not been answered either."))
 
     def _await(self, answers: Sequence[Future[Any]], what: str, said: str) -> list[Any]:
+        self._late = list(answers)  # also if the program is interrupted while it waits
         wait(answers, self._job.timeouts.arrive_s)
         self._late = [answer for answer in answers if not answer.done()]
         for answer in answers:
@@ -170,13 +171,10 @@ class ServedTensor(StoredTensor):
 
 def declare(job: Job, key: str, begin: Tensor, servers: ParameterServer | None) -> None:
     """All workers of the job together. A refusal is everybody's."""
-    if not isinstance(begin, Tensor):
-        raise ConfigurationError(
-            f"declare({key!r}, {type(begin).__name__}): give a tensor, such as torch.zeros(()) for one number."
-        )
     fault = _fault_in(key, begin, servers, job)
     which = "" if servers is None else f", servers={servers!r}"
-    mine = f"declare({key!r}, {dtype_name(begin.dtype)}{list(begin.shape)}{which})"
+    what = f"{dtype_name(begin.dtype)}{list(begin.shape)}" if isinstance(begin, Tensor) else type(begin).__name__
+    mine = f"declare({key!r}, {what}{which})"
     if job.world_size == 1:
         if fault is not None:
             raise ConfigurationError(fault)
@@ -234,13 +232,17 @@ def as_pushed(stored: StoredTensor, values: Tensor | float, op: str, rank: int) 
     return values
 
 
-def _fault_in(key: str, begin: Tensor, servers: ParameterServer | None, job: Job) -> str | None:
+def _fault_in(key: str, begin: object, servers: object, job: Job) -> str | None:
     if not isinstance(key, str) or not 0 < len(key) <= MAX_LETTERS:
         return (
             f"declare({key!r:.300}): a key is a text of 1 to {MAX_LETTERS} letters. Write for instance declare('seen', tensor)."
         )
     if key in job.declared:
         return f"declare({key!r}): this key was declared before, and is declared once. Choose another name, or push to it."
+    if not isinstance(begin, Tensor):
+        return f"declare({key!r}, {type(begin).__name__}): give a tensor, such as torch.zeros(()) for one number."
+    if servers is not None and not isinstance(servers, ParameterServer):
+        return f"declare({key!r}, servers={servers!r}): write for instance servers=ParameterServer(shards=2, replicas=1)."
     if begin.layout is not torch.strided:
         return f"declare({key!r}) with a tensor of layout {begin.layout}: servers keep all elements. Write tensor.to_dense()."
     if begin.dtype not in SERVED_DTYPES:
