@@ -302,6 +302,48 @@ def test_a_full_disk_is_a_warning_and_training_and_later_snapshots_go_on(
     assert "No space left on device" in caplog.text and not list(tmp_path.glob("*.part"))
 
 
+def test_a_snapshot_that_ends_with_the_job_is_no_trouble_and_the_next_worker_takes_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked = threading.Semaphore(0)
+
+    def program(job: Job) -> None:
+        model = mlp()
+        distribute(model, sgd(model.parameters()), to(tmp_path, every_s=3600.0), job=job)
+        taker, is_mine = taker_of(model), taker_of(model)._is_mine
+        if job.rank == 0:
+
+            def look() -> bool:
+                looked.release()
+                return is_mine()
+
+            def take(subject: Any) -> Path:
+                job.closed = True  # which it is before anything is stopped
+                raise StrettoError("the job was shut down")
+
+            taker._every_s, taker._is_mine, taker.take = 0.01, look, take  # type: ignore[method-assign]
+            thread = threading.Thread(target=taker._run, daemon=True)
+            thread.start()
+            assert all(looked.acquire(timeout=PATIENCE_S) for _ in range(4))
+            assert job.closed
+            taker.end()
+            thread.join(PATIENCE_S)
+            job.closed = False
+        job.barrier()
+
+    run_jobs(2, program)
+    assert "no snapshot" not in caplog.text
+
+
+def test_a_job_of_one_worker_says_that_it_takes_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def program(job: Job) -> None:
+        model = mlp()
+        distribute(model, sgd(model.parameters()), to(tmp_path), job=job)
+
+    run_jobs(1, program)
+    assert f"no snapshots are written to {tmp_path}" in caplog.text
+
+
 def test_if_the_worker_that_takes_them_dies_the_next_one_does(tmp_path: Path) -> None:
     def program(job: Job) -> bool:
         model = mlp()
@@ -488,9 +530,14 @@ def test_whoever_writes_a_snapshot_that_cannot_be_gets_an_error_and_no_memory(ta
 
 
 def test_settings_that_cannot_be_are_refused_and_the_others_read_back(tmp_path: Path) -> None:
-    for wrong in ({"snapshots": 3}, {"snapshots": ""}, {"every_s": 0}, {"every_s": -1.0}, {"every_s": True}, {"every_s": "1"}):
-        with pytest.raises(ConfigurationError):
-            ParameterServer(**wrong)
+    for wrong in ({"every_s": 0}, {"every_s": -1.0}, {"every_s": True}, {"every_s": "1"}):
+        with pytest.raises(ConfigurationError, match="a positive number"):
+            ParameterServer(snapshots="run", **wrong)
+    for folder in (3, ""):
+        with pytest.raises(ConfigurationError, match="the path of a folder is a text"):
+            ParameterServer(snapshots=folder)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="without snapshots="):
+        ParameterServer(every_s=5.0)
     with pytest.raises(ConfigurationError, match="there the workers step and have everything"):
         Strategy(aggregate=ParameterServer(snapshots="run"))
     assert parse(repr(to(tmp_path))) == to(tmp_path)

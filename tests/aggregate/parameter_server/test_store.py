@@ -242,7 +242,7 @@ def test_what_cannot_be_declared_is_refused_on_all_workers(key: Any, tensor: Any
 @pytest.mark.parametrize("wrong", [{"tensor": [1.0]}, {"servers": 2}])
 def test_what_only_one_worker_declares_wrongly_is_refused_on_all(wrong: dict[str, Any]) -> None:
     def program(job: Job) -> str:
-        right = {"tensor": torch.zeros(1), "servers": ParameterServer(shards=1)}
+        right: dict[str, Any] = {"tensor": torch.zeros(1), "servers": ParameterServer(shards=1)}
         with pytest.raises(ConfigurationError) as caught:
             stretto.declare("seen", **(right | wrong if job.rank == 1 else right))
         return str(caught.value)

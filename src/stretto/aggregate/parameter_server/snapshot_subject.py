@@ -112,7 +112,7 @@ def begin_snapshots(
         len(ranges),
         request=service.request,
         subject=SubjectOfModel(header, setting.model, inventory, optimizers),
-        is_mine=network.is_first_worker,
+        is_mine=lambda: not job.closed and network.is_first_worker(),
         patience_s=job.timeouts.arrive_s,
     )
     job.threads.add(taker)

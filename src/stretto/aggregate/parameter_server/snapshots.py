@@ -152,7 +152,7 @@ class SnapshotTaker:
             except PeerLost:  # of all servers of a range: whoever trains finds out too
                 return
             except StrettoError as problem:
-                if not self._stopped.is_set():
+                if not self._stopped.is_set() and self._is_mine():  # else it is because the job, or the servers, are being left
                     log.warning("no snapshot this time: the servers did not give what they have (%s)", problem)
 
     def _take_if_there_is_a_model(self) -> bool:

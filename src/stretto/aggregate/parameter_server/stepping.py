@@ -112,6 +112,8 @@ class SteppingServers(Training[Bucket]):
         self._sync: Any = strategy.sync
         self._optimizers = setting.loop.optimizers
         self.engaged = job.world_size > 1
+        if not self.engaged and (folder := servers_of(strategy).snapshots) is not None:
+            log.warning("a job of one worker has no servers, so no snapshots are written to %s: call stretto.save", folder)
         self.no_join = (
             f"sync={self._sync!r}: there are no rounds that a worker without data could take part in, and the servers wait for "
             f"its gradients as the answer says"

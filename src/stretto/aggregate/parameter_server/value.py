@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from stretto.errors import ConfigurationError
 
 Placement = Literal["auto", "beside", "dedicated"]
+EVERY_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class ParameterServer:
     shards: int | None = None
     replicas: int = 0
     snapshots: str | None = None
-    every_s: float = 60.0
+    every_s: float = EVERY_S
     placement: Placement = "auto"
     restarts: int = 3
 
@@ -79,6 +80,11 @@ class ParameterServer:
             raise ConfigurationError(
                 f"ParameterServer(every_s={self.every_s!r}): seconds from the end of one snapshot to the beginning of the next, "
                 f"a positive number. Write for instance every_s=60."
+            )
+        if self.snapshots is None and self.every_s != EVERY_S:
+            raise ConfigurationError(
+                f"ParameterServer(every_s={self.every_s!r}) without snapshots=: there is nothing to do so often.\n"
+                f'Name the folder, snapshots="run/snapshots", or leave every_s= out.'
             )
 
     def is_dedicated(self, dedicated: int) -> bool:
