@@ -425,10 +425,12 @@ def test_who_is_blamed_follows_from_who_accuses_whom() -> None:
     )
     of_3 = failure(4, "stretto.errors.BackwardFailed: backward ended in an exception on ranks 3, 5, so ...")
 
-    assert culprit([of_1, of_2, own]) is own
-    assert culprit([of_1, of_2]) == Lost(2, (of_2,))  # rank 1 was named, but it failed because of rank 2
-    assert culprit([of_1, of_3]) is of_1  # two suspects: the first to end is shown
-    assert culprit([of_3]) == Lost(3, (of_3,))
+    assert culprit([of_1, of_2, own], 8) is own
+    assert culprit([of_1, of_2], 8) == Lost(2, (of_2,))  # rank 1 was named, but it failed because of rank 2
+    assert culprit([of_1, of_3], 8) is of_1  # two suspects: the first to end is shown
+    assert culprit([of_3], 8) == Lost(3, (of_3,))
+    of_server = failure(0, "stretto.errors.PeerLost: rank 8 is lost: it was a server, and the last with a copy of 'weight'.")
+    assert culprit([of_server], 8) is of_server  # which is no worker of any node
     both = Lost(7, (failure(0, "PeerLost: rank 7 is lost: x", code=3), failure(1, "PeerLost: rank 7 is lost: y")))
     assert both.exit_code == 3
     shown = lost_block(both, 8, 0, "It is a worker of node 3.", b"")
@@ -476,7 +478,7 @@ def test_last_words_are_the_last_traceback_with_what_caused_it() -> None:
 def test_a_failure_by_signal_is_named() -> None:
     crash = failure(0, "", code=-signal.SIGSEGV)
 
-    assert crash.exit_code == 139 and culprit([crash]) is crash
+    assert crash.exit_code == 139 and culprit([crash], 8) is crash
     assert "was killed by SIGSEGV" in failure_block(crash, 1, 0)
 
 

@@ -378,7 +378,7 @@ class _NodeJob:
 
     def _blame(self) -> None:
         """Now, before anybody is signalled: a stopped process would go on, one that hangs would be gone."""
-        blamed = culprit(self.failures)
+        blamed = culprit(self.failures, self.plan.world_size)
         if isinstance(blamed, Failure):
             self.blamed = blamed
             return

@@ -8,6 +8,9 @@ to tear torch down). So:
     2. if all accuse, and all of their fingers point at one worker that has not failed (it is stopped, hangs, sits on another
        machine), that one was lost: the report says who named it and what its process was doing;
     3. else the one that ended first is shown.
+
+Parameter servers have the ranks after those of the workers, and no report of their own: a worker that names one is shown, and its
+words say what was lost.
 """
 
 from __future__ import annotations
@@ -77,10 +80,10 @@ class Lost:
         return self.accusers[0].exit_code
 
 
-def culprit(failures: Sequence[Failure]) -> Failure | Lost:
+def culprit(failures: Sequence[Failure], world_size: int) -> Failure | Lost:
     """The failure to show, given all of them in the order in which the workers ended."""
     for failure in failures:
-        if failure.accused is None:
+        if failure.accused is None or failure.accused >= world_size:
             return failure
     failed = {failure.rank for failure in failures}
     named = {failure.accused for failure in failures} - failed
