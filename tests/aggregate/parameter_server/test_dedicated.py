@@ -396,6 +396,8 @@ def test_which_servers_are_meant() -> None:
         ParameterServer(replicas=2).num_servers(4, dedicated=2)
     with pytest.raises(ConfigurationError, match="placement='here'"):
         ParameterServer(placement="here")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="stretto serve --restarts 5"):
+        ParameterServer(placement="dedicated", restarts=5)
 
 
 def test_a_job_that_a_worker_launches_has_none_of_the_servers_of_its_own_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from stretto.errors import ConfigurationError
 
 Placement = Literal["auto", "beside", "dedicated"]
 EVERY_S: Final = 60.0
+RESTARTS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class ParameterServer:
     snapshots: str | None = None
     every_s: float = EVERY_S
     placement: Placement = "auto"
-    restarts: int = 3
+    restarts: int = RESTARTS
 
     def __post_init__(self) -> None:
         if self.placement not in get_args(Placement):
@@ -68,6 +69,11 @@ class ParameterServer:
             raise ConfigurationError(
                 f"ParameterServer(restarts={self.restarts!r}): a server that dies is started again so often, 0 times or more.\n"
                 f"Write for instance restarts=3."
+            )
+        if self.placement == "dedicated" and self.restarts != RESTARTS:
+            raise ConfigurationError(
+                f'ParameterServer(placement="dedicated", restarts={self.restarts}): whoever has started them starts them again.\n'
+                f"Leave restarts= out, and write stretto serve --restarts {self.restarts}."
             )
 
     def _check_snapshots(self) -> None:
