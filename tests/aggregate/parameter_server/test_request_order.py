@@ -11,7 +11,15 @@ import pytest
 
 from stretto.aggregate.parameter_server.client import ClientMachine, Enter, Pull, Push, Quit
 from stretto.aggregate.parameter_server.layout import RangeLayout, ServedParameter
-from stretto.aggregate.parameter_server.messages import NotHead, PullValues, PushGradient, PushReceived, RangeChain, ValuesPulled
+from stretto.aggregate.parameter_server.messages import (
+    NotHead,
+    PullValues,
+    PushGradient,
+    PushReceived,
+    RangeChain,
+    RangesPlaced,
+    ValuesPulled,
+)
 from stretto.aggregate.parameter_server.request_order import Key, Lane
 from stretto.aggregate.parameter_server.round_sum import RoundSum
 from stretto.aggregate.parameter_server.server import ServerMachine
@@ -202,6 +210,27 @@ def test_a_pull_leaves_right_after_the_push_of_its_range_and_never_before() -> N
     assert client.has_come(0) == [("PushGradient", 1), ("PullValues", 1)]
     assert client.has_come(0) == []  # a second time it makes no room
     assert client.hear(PushReceived(99)) == []  # nonsense
+
+
+def test_a_pull_leaves_after_all_pushes_of_its_range_when_several_leave_at_once() -> None:
+    """Pushes that are not acknowledged yet, as with `SoftSync`, wait together when their range has gone to another server."""
+    client = OneClient()
+    for clock in range(2):
+        client.ask(push(1, 1, clock=clock, credit=8 * ONE))
+    client.ask(pull(1, 1, clock=2))
+    assert client.hear(NotHead(RangeChain(1, 0, [8]), True, 1)) == []
+    again = client.hear(RangesPlaced([RangeChain(1, 1, [8])], [8]))
+    assert again == [("PushGradient", 1), ("PushGradient", 1), ("PullValues", 1)]
+
+
+def test_a_push_without_urgency_does_not_overtake_those_of_its_range_that_wait() -> None:
+    """The server would refuse it: its clock is of the future."""
+    client = OneClient()
+    client.ask(push(0, 1))
+    assert client.ask(push(1, 2)) == []
+    assert client.ask(Push(1, 1, bytes(NUM_BYTES), {}, 0)) == []
+    assert client.ask(Push(2, 0, bytes(NUM_BYTES), {}, 0)) == [("PushGradient", 2)]
+    assert client.has_come(0) == [("PushGradient", 1), ("PushGradient", 1)]
 
 
 def test_what_is_sent_again_to_the_next_server_counts_there_and_the_pull_is_asked_for_again() -> None:

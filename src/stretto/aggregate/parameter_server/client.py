@@ -172,7 +172,7 @@ class ClientMachine(Machine):
         self.layout = layout
         self.life = life
         self.lives = Lives(lives or {})
-        self._in_window = Urgency(0, window_bytes)  # of pulls that have no urgency
+        self._in_window = Urgency(0, window_bytes)  # of what has no urgency, and waits all the same
         self._others = {*servers, *(lives or {})} - {rank}  # that may be servers
         self._ended: dict[int, int] = {}  # rank -> the last life that has ended
         ring = HashRing(servers)
@@ -254,10 +254,11 @@ class ClientMachine(Machine):
             header = msgspec.structs.replace(request.header, attempt=route.attempt)
             if isinstance(header, PushGradient):
                 self._send(turn.to, msgspec.structs.replace(header, receipt=turn.number), request.payload)
-                self._ask(route)
             else:
                 self._send(turn.to, header)
                 self._pulling[index] = turn.number
+        for index, _ in (turn.key for turn in turns if turn.key[1] >= 0):
+            self._ask(self.routes[index])  # now that all of its pushes have left that leave with it
 
     def _send(self, to: int, header: Any, payload: Payload = b"") -> None:
         self._actions.append(SendMessage(to, header, payload))
@@ -330,14 +331,14 @@ class ClientMachine(Machine):
                 self._transmit(route, request)
 
     def _transmit(self, route: Route, request: RangeRequest) -> None:
-        """To the server that has the range now; a push with an urgency when its turn has come."""
+        """To the server that has the range now; a push with an urgency when its turn has come, and so one behind such a one."""
         assert route.sent_to is not None
         if isinstance(request.header, PullValues):
             self._forget_pull(route.index)
             self._ask(route)
-        elif request.urgency is not None and isinstance(request.header, PushGradient):
+        elif isinstance(request.header, PushGradient) and (request.urgency is not None or self._pushes.waits(route.index)):
             key, num_bytes = (route.index, request.header.clock), memoryview(request.payload).nbytes
-            self._pushes.wait(key, route.sent_to, num_bytes, request.urgency)
+            self._pushes.wait(key, route.sent_to, num_bytes, request.urgency or self._in_window)
         else:
             self._send(route.sent_to, msgspec.structs.replace(request.header, attempt=route.attempt), request.payload)
 
