@@ -179,8 +179,9 @@ class ServerNetwork:
         return self._wire.bytes_sent
 
     def is_first_worker(self) -> bool:
-        """Whether this is the worker of the lowest rank among those that are here: it does what one of them has to do."""
-        return all(rank in self._wire.lost for rank in range(self._job.rank))
+        """Whether this is the worker of the lowest rank among those that are here: it does what one of them has to do. Those that
+        have come back do not count: they do not know what the others have agreed on."""
+        return all(rank in self._wire.lost or self._wire.joined_in(rank) > 0 for rank in range(self._job.rank))
 
     def end(self, running: Running) -> None:
         """This worker needs the model no longer, and nobody is to wait for it. Sends, and waits for nobody."""
