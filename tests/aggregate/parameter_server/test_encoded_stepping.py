@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from aggregate.parameter_server.stepping_worker import PATIENCE_S, backward, mlp
 from aggregate.parameter_server.test_training import kill_server
 from engine.worker import remembered
 from stretto.aggregate.parameter_server import ParameterServer
-from stretto.aggregate.parameter_server.messages import PushGradient, ValuesPulled
+from stretto.aggregate.parameter_server.messages import PushGradient, PushTaken, ValuesPulled
 from stretto.aggregate.parameter_server.server import ServerMachine
+from stretto.aggregate.parameter_server.step_under_way import Step
 from stretto.checkpoint import load, save
 from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.by_parameter import ByParameter
@@ -191,6 +193,40 @@ def test_of_a_push_that_came_too_late_nothing_is_left_over_and_nothing_of_earlie
 
     before, after = run_jobs(3, program)[2]
     assert torch.equal(before, after)
+
+
+class TwoGroups(nn.Module):
+    """Two parameters, each a range of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(60)) for _ in range(2))
+
+
+def test_a_range_that_came_too_late_is_settled_before_its_next_push_while_another_one_is_undecided() -> None:
+    def program(job: Job) -> None:
+        model = TwoGroups()
+        optimizer = torch.optim.SGD([{"params": [model.a]}, {"params": [model.b]}], lr=1.0)
+        distribute(model, optimizer, strategy(ErrorFeedback(TopK(0.1)), BackupWorkers(1)), job=job)
+        training: Any = engine_of(model).training
+        late, waiting = training._ranges
+        encoding, first, second = training._encoding, torch.linspace(-1, 1, 60), torch.linspace(0, 1, 60)
+        fates = [Future[PushTaken](), Future[PushTaken]()]
+        for each in (late, waiting):
+            encoding.payload(each, first, 0, 0)
+        fates[0].set_result(PushTaken(late.index, 0, 3, False))
+        training._unsettled.append(Step(0, [late, waiting], [0, 0], fates, [], 0, 0))
+        training._settle()
+        assert not encoding._of(late).any() and encoding._of(waiting).any()
+        for each in (late, waiting):
+            encoding.payload(each, second, 1, 1)
+        kept = encoding._of(late).clone()
+        fates[1].set_result(PushTaken(waiting.index, 0, 3, True))
+        training._settle()
+        assert torch.equal(encoding._of(late), kept) and torch.equal(kept, second * (second < second[54]))
+        assert not training._unsettled
+
+    run_jobs(2, program)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ What becomes of a push decides what becomes of e:
                          that is always late pile up, and come all at once
     nobody knows         (its server died after it had counted it) taken as applied
 
-Only one push of a range is in question at a time: with `BackupWorkers` its fate is told before the next values are.
+Only the last push of a range is in question: that it was discarded is told before the next values of that range are, whatever is
+known of other ranges by then. One that waits in an update to be is not discarded any more, but with its server.
 
 Values come back as float32. With `Float16` and `BFloat16`, which write any numbers, values too travel in 16 bits: a worker
 computes on rounded values, and small updates add up in the float32 of the servers all the same. No other codec writes values:
@@ -83,9 +84,9 @@ class PushEncoding:
         residual.add_(gradient)
         return codec.encode_residual(residual, blocks, keys).numpy().data, drawn
 
-    def settle(self, clock: int, ranges: Iterable[ParameterRange], taken: Iterable[PushTaken]) -> None:
-        """What has become of the pushes of that clock."""
-        for each, answer in zip(ranges, taken, strict=True):
+    def settle(self, clock: int, told: Iterable[tuple[ParameterRange, PushTaken]]) -> None:
+        """What has become of pushes of that clock, before the next one of the same range."""
+        for each, answer in told:
             last = self._before.get(each.index)
             if answer.applied is False and last is not None and last[0] == clock:
                 self._of(each).copy_(last[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,12 @@ class Step:
             for piece in each.slices:
                 places.setdefault(piece.name, []).append(place)
         self.waiting = {each.parameter: places.get(each.name, []) for each in entries}
+
+    def told(self) -> Iterator[tuple[ParameterRange, PushTaken]]:
+        """The ranges of which it is known what has become of the push."""
+        for each, push in zip(self.ranges, self.pushes, strict=True):
+            if push.done() and push.exception() is None:
+                yield each, push.result()
 
     def count_held(self, ledger: Ledger) -> None:
         """For how long the rule held this worker back, and because of whom: of the range for which it did so longest."""

@@ -440,11 +440,11 @@ class SteppingServers(Training[Bucket]):
         late, or was sent twice because a server died, does not count; what was left out of it when it was written, does again."""
         waiting = []
         for step in self._unsettled:
+            self._encoding.settle(step.clock, step.told())
             if not all(push.done() for push in step.pushes):
                 waiting.append(step)
                 continue
             taken = [push.result() for push in step.pushes]
-            self._encoding.settle(step.clock, step.ranges, taken)
             stale = [each.version - 1 - read for each, read in zip(taken, step.versions, strict=True) if each.applied]
             if stale:
                 self._job.ledger.count_round(staleness=max(stale))
