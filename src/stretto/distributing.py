@@ -279,7 +279,7 @@ def synchronize(model: nn.Module) -> None:
     """Combine now what backward passes under `no_sync` have accumulated. All workers call it, before the step.
 
     With `cross_barrier=True` it also waits until every parameter is up to date, for programs that are about to read weights
-    without calling the model.
+    without calling the model. With servers that step, and in shared memory, it does only that, and one worker may call it alone.
 
     A worker that has accumulated nothing counts with weight 0 and gets the mean of the others; if nobody has, nothing happens.
 

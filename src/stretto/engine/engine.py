@@ -383,13 +383,16 @@ class Engine:
     def synchronize(self) -> None:
         """Combine now what backward passes under no_sync have accumulated, if anybody has anything. On all workers.
 
-        A worker that has nothing takes part with weight 0: the mean is over those that have something."""
+        A worker that has nothing takes part with weight 0: the mean is over those that have something. Where nothing is combined
+        it takes this worker alone."""
         if not self.engaged:
             return
         if not self.synchronising:
             raise misuse.synchronize_in_no_sync(self.name)
         self.flush()
         self.settle()
+        if self.training.goes_on_without:
+            return  # a gradient is this worker's own, and nobody else needs to come here
         on_mean = bool(self.loop.backwards) and self._final and any(self.places.holds_result(p) for _, p in self.places.dense)
         if not self.loop.anybody_has_accumulated(self.job, on_mean, self.training.no_second_mean):
             return

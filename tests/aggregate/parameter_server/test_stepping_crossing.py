@@ -294,6 +294,27 @@ def test_whoever_looks_sees_the_step_taken(look: str) -> None:
     assert_same_bits([*barrier, *found])
 
 
+def test_synchronize_waits_for_this_workers_values_and_for_no_other_worker() -> None:
+    """The other one does not call it, and goes on when it has ended."""
+    ended = threading.Event()
+
+    def program(job: Job) -> None:
+        model, optimizer = begin(job, crossing(Asynchronous()))
+        before = values_of(model)
+        with no_sync(model):
+            backward(model, job.rank, 1)
+        backward(model, job.rank, 2)
+        optimizer.step()
+        if job.rank == 1:
+            assert ended.wait(PATIENCE_S), "rank 0 waits for rank 1"
+            return
+        synchronize(model)
+        assert under_way(model) == 0 and not any(map(torch.equal, before, values_of(model)))
+        ended.set()
+
+    run_jobs(2, program)
+
+
 def test_saving_and_going_on_from_there(tmp_path: Any) -> None:
     def program(job: Job) -> None:
         model, optimizer = begin(job, crossing())
