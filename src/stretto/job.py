@@ -83,7 +83,7 @@ class Job:
         self._collectives_of_ours = 0  # that nobody asked for: to compare clocks
         communicator = None if wire is None else Communicator(wire, timeouts, self.ledger, self.tracer)
         self._communication = None if communicator is None else CommunicationThread(communicator)
-        self.life = peers[self.rank].generation  # more than 0: this worker has come back, see `returning.py`
+        self.life = peers[self.rank].generation if peers else 0  # more than 0: this worker has come back, see `returning.py`
         self.notes: dict[str, str] = {}  # that others have left for whoever comes back
         self.first_step = 0  # at which this worker takes part: when it has come back, that of the slowest
         self.endpoint = Endpoint(self.rank, [peer.host for peer in peers], self._communication, self._check_collective)
