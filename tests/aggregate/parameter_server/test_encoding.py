@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -245,6 +246,19 @@ def test_a_malformed_payload_is_refused_with_its_sender_and_changes_nothing(code
         assert reason in sent.header.reason
     answers = tell(machine, 1, push(model, 0, 0, drawn), good[1])  # the server goes on
     assert [type(each.header) for each in answers] == [PushTaken, PushTaken]
+
+
+def test_a_push_that_waits_for_others_holds_neither_the_memory_of_the_wire_nor_a_decoded_copy() -> None:
+    model = Served(ErrorFeedback(Sign(block=8)))
+    machine = model.server(9, [9], [0, 1])
+    machine.on_start(0.0)
+    for clock in range(2):
+        for rank in (0, 1):
+            wire = np.frombuffer(model.payload(0, model.values(0, clock, rank), clock, rank), np.uint8).copy()
+            came = weakref.ref(wire)
+            list(machine.on_message(0.0, rank, push(model, 0, clock, CodecRound(clock, [])), wire.data))
+            del wire
+            assert came() is None
 
 
 def test_an_encoded_push_to_a_range_that_takes_float32_is_refused() -> None:

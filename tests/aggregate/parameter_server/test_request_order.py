@@ -17,6 +17,7 @@ from stretto.aggregate.parameter_server.messages import (
     PushGradient,
     PushReceived,
     RangeChain,
+    RangeReport,
     RangesPlaced,
     ValuesPulled,
 )
@@ -243,6 +244,15 @@ def test_what_is_sent_again_to_the_next_server_counts_there_and_the_pull_is_aske
     assert client.hear(placed) == [("PushGradient", 0), ("PullValues", 0)]
     assert client.ask(push(1, 2)) == []
     assert client.has_come(0) == [("PushGradient", 1)]
+
+
+def test_a_pull_of_a_range_that_is_lost_takes_no_room_from_others() -> None:
+    client = OneClient()
+    client.machine = ClientMachine(0, LAYOUT, servers=(8,), window_bytes=ONE)
+    assert client.ask(Pull(0, 0, bytearray(NUM_BYTES))) == [("PullValues", 0)]
+    assert client.ask(Pull(1, 0, bytearray(NUM_BYTES))) == []
+    client.hear(NotHead(RangeChain(0, 0, [8]), False, 1))  # it has no copy
+    assert client.hear(RangeReport(RangeChain(0, 0, []), False)) == [("PullValues", 1)]
 
 
 def test_whoever_quits_lets_all_of_its_pushes_leave_first() -> None:

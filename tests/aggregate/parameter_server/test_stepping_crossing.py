@@ -17,8 +17,8 @@ from stretto import checkpoint
 from stretto.aggregate.parameter_server import ParameterServer
 from stretto.aggregate.parameter_server.client import ClientMachine, Pull, Push
 from stretto.aggregate.parameter_server.inventory import KeptParameter
-from stretto.aggregate.parameter_server.layout import ParameterRange, ParameterSlice
-from stretto.aggregate.parameter_server.use_order import UseOrder
+from stretto.aggregate.parameter_server.layout import ParameterRange, ParameterSlice, RangeLayout, ServedParameter
+from stretto.aggregate.parameter_server.use_order import UseOrder, range_bytes_for_steps
 from stretto.distributing import distribute, engine_of, no_sync, release, save_profile, synchronize
 from stretto.errors import ConfigurationError, PeerLost, StrettoError
 from stretto.job import Job
@@ -236,6 +236,13 @@ def test_the_next_step_is_pushed_and_pulled_in_the_order_in_which_the_forward_ha
         assert len(layers) == len(names) and layers == sorted(layers, reverse=True)
         priorities = [request.urgency.priority for request in requests if request.urgency is not None]
         assert priorities == sorted(priorities) and len(set(priorities)) == 3 and len(priorities) == len(layers)
+
+
+@pytest.mark.parametrize(("partition", "expected"), [(1, 4), (100, 100), (1 << 30, 1 << 20), (None, 1 << 20)])
+def test_parts_are_ranges_of_one_value_at_least(partition: int | None, expected: int) -> None:
+    large = [ServedParameter("w", 1 << 24)]
+    assert range_bytes_for_steps(Priority(partition=partition), large, 2) == expected
+    RangeLayout([ServedParameter("w", 3)], expected)
 
 
 def entry(name: str, start: int) -> KeptParameter:

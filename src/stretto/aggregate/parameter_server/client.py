@@ -460,6 +460,7 @@ class ClientMachine(Machine):
         shown = ", ".join(repr(name) for name in names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
         route.lost = PeerLost(route.last_dead, f"it was a server, and the last with a copy of {shown}")
         requests, route.requests = route.requests, {}
+        self._forget_pull(route.index)
         for request in requests.values():
             self._fail(request, route.lost)
 

@@ -199,6 +199,10 @@ class RangeEncoding:
         checked, self._checked = self._checked, None
         return checked[1] if checked is not None and checked[0] is payload else self._decoded(payload, drawn)
 
+    def forget(self) -> None:
+        """What has been checked and not read waits as it came: keep no second copy of it."""
+        self._checked = None
+
     def written_values(self, values: Payload) -> Payload:
         """Values that servers step, on their way to a worker."""
         codec = codec_of_values(self.compression)

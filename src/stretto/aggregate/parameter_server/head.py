@@ -170,6 +170,8 @@ class RangeHead:
         match request:
             case PushGradient():
                 self._push(source, request, payload)
+                if self._encoding is not None:
+                    self._encoding.forget()
             case PullValues():
                 self._parked[source] = request
             case FillValues(exported=exported):

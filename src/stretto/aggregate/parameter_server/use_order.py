@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from stretto.aggregate.parameter_server.inventory import KeptParameter
-from stretto.aggregate.parameter_server.layout import ParameterRange, ServedParameter, range_bytes_for
+from stretto.aggregate.parameter_server.layout import VALUE_BYTES, ParameterRange, ServedParameter, range_bytes_for
 from stretto.aggregate.parameter_server.transfer_order import urgency_with_servers
 from stretto.collectives.urgency import Urgency
 from stretto.errors import ConfigurationError
@@ -65,9 +65,11 @@ class UseOrder:
 
 
 def range_bytes_for_steps(schedule: Schedule, parameters: Sequence[ServedParameter], num_servers: int) -> int:
-    """Parts of `Priority(partition)` are ranges."""
+    """Parts of `Priority(partition)` are ranges, of one value at least."""
     size = range_bytes_for(parameters, num_servers)
-    return min(size, schedule.partition) if isinstance(schedule, Priority) and schedule.partition is not None else size
+    if not isinstance(schedule, Priority) or schedule.partition is None:
+        return size
+    return max(VALUE_BYTES, min(size, schedule.partition))
 
 
 def check_schedule(strategy: Strategy) -> None:
