@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from preloaded import Preloaded
 from stretto.aggregate.parameter_server import ParameterServer, dedicated
+from stretto.aggregate.parameter_server.keeper import NOT_JOINED
 from stretto.errors import ConfigurationError, JobError, SecretError
 from stretto.launching import introduce, launch_plan, node_servers, secret, spawn
 from stretto.launching.detect import DedicatedServers, Launch, detect
@@ -267,6 +269,21 @@ def test_a_server_that_waits_for_ever_outlives_a_job_with_other_numbers(
     assert "could not join a job, and waits for the next one: told the job has 4 workers" in caplog.text
     with pytest.raises(ConfigurationError, match="4 workers"):
         dedicated.run(server, Timeouts(), forever=False, quiet=True)
+
+
+def test_a_server_that_is_started_again_when_the_job_is_over_finds_out_soon(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dedicated, "GONE_S", 0.2)
+    monkeypatch.setattr(dedicated, "LOOK_EVERY_S", 0.05)
+    server = JoiningServer(
+        number=0, num_servers=1, num_workers=2, rendezvous=f"127.0.0.1:{launch_plan.free_port()}", secret=bytes.fromhex(SECRET),
+        encrypt=False, life=1,
+    )  # fmt: skip
+    began = time.monotonic()
+    assert dedicated.run(server, Timeouts(connect_s=60.0), forever=False, quiet=True) == NOT_JOINED
+    assert time.monotonic() - began < 30.0  # which is no measure of speed: it does not wait as long as for those who live
+    assert "nobody lets servers in any more (connection refused)" in caplog.text
 
 
 def test_servers_are_read_from_the_environment() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from preloaded import Preloaded
-from stretto.aggregate.parameter_server.keeper import NOT_JOINED, Keeper
+from stretto.aggregate.parameter_server.keeper import NOT_JOINED, REFUSED, Keeper
 
 KILLS_BOTH = """
 import os, signal, time
@@ -94,8 +94,9 @@ def kept(tmp_path: Path, restarts: int, ends: str) -> tuple[int, str]:
         (2, "import os; os.kill(os.getpid(), 9 if sys.argv[1] < '2' else 15)", 128 + 15, 3),
         (5, "sys.exit(sys.argv[1] != '1')", 0, 2),
         (5, f"sys.exit({NOT_JOINED})", NOT_JOINED, 1),
+        (5, f"sys.exit({REFUSED})", REFUSED, 1),
     ],
-    ids=["ended well", "fails", "never again", "killed", "the second time well", "nobody there"],
+    ids=["ended well", "fails", "never again", "killed", "the second time well", "nobody there", "nobody came"],
 )
 def test_a_keeper_starts_a_server_again_so_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, ends: str, code: int, lives: int

@@ -34,6 +34,7 @@ from stretto.wire.base import Wire
 
 LOOK_EVERY_S: Final = 0.5  # for the next job
 LOOK_S: Final = 2.0
+GONE_S: Final = 10.0  # of a job where nobody listens
 
 log = logging.getLogger("stretto.parameter_server")
 
@@ -50,6 +51,9 @@ def run(server: JoiningServer, timeouts: Timeouts, *, forever: bool, quiet: bool
     if server.life:
         begin_again()
         timeouts = dataclasses.replace(timeouts, meet_s=timeouts.connect_s)  # the others are there, or gone
+        if (why := _await_others(server.rendezvous)) is not None:
+            log.warning("%s has not joined again: at %s nobody lets servers in any more (%s)", name, server.rendezvous, why)
+            return NOT_JOINED
     while True:
         say(f"waits for {server.num_workers} workers at {server.rendezvous}")
         if forever:
@@ -70,6 +74,14 @@ def run(server: JoiningServer, timeouts: Timeouts, *, forever: bool, quiet: bool
         say("has ended: all workers have left" if well else "has ended: it has lost all workers at once, or has failed")
         if not forever:
             return 0 if well else 1
+
+
+def _await_others(rendezvous: str) -> str | None:
+    """For a later life: why nobody can be reached there, where somebody listens as long as the job goes on."""
+    deadline = time.monotonic() + GONE_S
+    while (why := why_unreachable(rendezvous, LOOK_S)) is not None and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY_S)
+    return why
 
 
 def _await_job(rendezvous: str) -> None:

@@ -5,7 +5,8 @@
 It stands between the worker that starts a server and the server, so that the worker may die and the server is replaced all the
 same. The command is run with the number of its life, 0, 1, ..., as its last argument, and with the keeper's standard input. It is
 run again, `RESTARTS` times at most, unless it has ended well (all workers have left) or could not join (`NOT_JOINED`: the others
-are gone, or do not let it in). The keeper ends with the server's last code, and the server with the keeper.
+are gone, or do not let it in; `REFUSED`: it never met them, and has said why).
+The keeper ends with the server's last code, and the server with the keeper.
 
 Signals to the whole process group are for the workers, whom servers follow: a keeper that hears one starts nothing any more.
 
@@ -23,6 +24,7 @@ import time
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+REFUSED: Final = 2  # how every command of ours ends with an error of ours
 NOT_JOINED: Final = 3
 MOST_BYTES: Final = 1 << 16
 PAUSE_S: Final = 0.1
@@ -42,7 +44,7 @@ class Keeper:
         for life in range(self._restarts + 1):
             began = time.monotonic()
             code = self._live(life)
-            if code in (0, NOT_JOINED) or self._told_to_stop or life == self._restarts:
+            if code in (0, REFUSED, NOT_JOINED) or self._told_to_stop or life == self._restarts:
                 break
             pause_s = PAUSE_S if time.monotonic() - began > LIVED_S else min(LONGEST_PAUSE_S, 2 * pause_s)
             time.sleep(pause_s)
