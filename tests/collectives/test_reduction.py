@@ -58,6 +58,17 @@ def test_every_format_and_operation_is_exact_where_the_numbers_are(dtype: torch.
     run_ranks(4, program)
 
 
+@pytest.mark.parametrize("dtype", [*FLOATING, *WHOLE, *COMPLEX], ids=str)
+def test_nothing_is_combined_with_nothing(dtype: torch.dtype) -> None:
+    """A parameter without elements may have a transfer of its own."""
+
+    def program(me: Rank) -> None:
+        for algorithm in ALL_REDUCES:
+            me.all_reduce(algorithm, torch.empty(0, dtype=dtype), "sum")
+
+    run_ranks(2, program)
+
+
 @pytest.mark.parametrize("dtype", [*FLOATING, *COMPLEX], ids=str)
 @pytest.mark.parametrize("algorithm", ALL_REDUCES)
 def test_rounding_is_the_same_on_every_rank(algorithm: str, dtype: torch.dtype) -> None:

@@ -117,6 +117,8 @@ class Accumulator:
 
     def _combine_in_torch(self, start: int, stop: int, incoming: memoryview, *, final: bool, arrived_first: bool) -> None:
         target = self.flat[start:stop]
+        if not len(target):
+            return  # torch takes no bytes for no numbers
         # torch refuses memory that it may not write to, which arriving bytes are: one copy into memory of our own
         arrived = torch.from_numpy(np.frombuffer(incoming, np.uint8).copy()).view(target.dtype)
         _TORCH_OPS[self._op](*((arrived, target) if arrived_first else (target, arrived)), out=target)
