@@ -130,7 +130,7 @@ def test_groups_of_a_size_combine_as_hosts_do() -> None:
 # -- servers that sum -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "group"), [(2, 2), (3, 2), (4, 2), (7, 3)])
+@pytest.mark.parametrize(("size", "group"), [(2, 2), (7, 3), *(pytest.param(size, 2, marks=pytest.mark.slow) for size in (3, 4))])
 def test_groups_with_servers_that_sum_are_one_process_on_the_whole_batch(size: int, group: int, pushes: Counter[int]) -> None:
     results = run_jobs(size, train, strategy(size=group))
     assert all(same(values, results[0][-1]) for *_, values in results)
@@ -178,7 +178,7 @@ def test_when_servers_are_lost_all_workers_of_all_groups_hear_why() -> None:
     assert all("rank 4" in text or "could not combine the gradients of its group" in text for text in texts)
 
 
-@pytest.mark.parametrize("dead", [1, 2])
+@pytest.mark.parametrize("dead", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_that_dies_in_a_round_is_named_on_all_others(dead: int) -> None:
     together = threading.Barrier(4)  # not a collective, which some would still be in when the worker dies
 
@@ -202,8 +202,15 @@ def test_a_worker_that_dies_in_a_round_is_named_on_all_others(dead: int) -> None
 # -- servers that step ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [sgd, adam])
-@pytest.mark.parametrize("sync", [StaleSynchronous(0), Asynchronous(), Asynchronous(True)], ids=repr)
+@pytest.mark.parametrize(
+    ("sync", "make"),
+    [
+        (StaleSynchronous(0), sgd), (Asynchronous(True), adam),
+        *(pytest.param(sync, make, marks=pytest.mark.slow) for sync, make in [
+            (StaleSynchronous(0), adam), (Asynchronous(True), sgd), (Asynchronous(), sgd), (Asynchronous(), adam),
+        ]),
+    ],
+)  # fmt: skip
 def test_one_group_is_one_process_on_the_whole_batch(sync: Any, make: Any) -> None:
     results = run_jobs(3, train, strategy(sync, 3), 4, make)
     assert all(same(mine, first) for seen in results for mine, first in zip(seen, results[0], strict=True))
@@ -216,7 +223,7 @@ def test_groups_of_one_are_servers_that_step_without_groups() -> None:
     assert all(same(mine, values) for seen in results for mine, values in zip(seen, expected, strict=True))
 
 
-@pytest.mark.parametrize(("size", "group"), [(4, 2), pytest.param(7, 3, marks=pytest.mark.slow), (3, 2)])
+@pytest.mark.parametrize(("size", "group"), [(3, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 2), (7, 3)))])
 @pytest.mark.parametrize("sync", [StaleSynchronous(1), Asynchronous(True), SoftSync(2), BackupWorkers(1)], ids=repr)
 def test_all_workers_of_a_group_hold_the_same_bits_after_each_step(
     sync: Any, size: int, group: int, pushes: Counter[int]

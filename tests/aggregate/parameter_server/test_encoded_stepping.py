@@ -45,7 +45,7 @@ from stretto.sync.soft_sync import SoftSync
 from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.testing import run_jobs
 
-STEPS = 6
+STEPS = 4
 FEEDBACK = ErrorFeedback(Sign(block=8))
 
 
@@ -103,8 +103,8 @@ def one_after_the_other(compression: Compression, size: int) -> list[Tensor]:
 @pytest.mark.parametrize(
     "compression",
     [
-        FEEDBACK, ErrorFeedback(OneBit()), ErrorFeedback(TopK(0.2)), ErrorFeedback(RandomK(0.2)), QSGD(bucket=8), Float16(),
-        ErrorFeedback(Float16()), BFloat16(),
+        FEEDBACK, ErrorFeedback(OneBit()), ErrorFeedback(RandomK(0.2)), QSGD(bucket=8), ErrorFeedback(Float16()),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (ErrorFeedback(TopK(0.2)), Float16(), BFloat16())),
     ],
     ids=repr,
 )  # fmt: skip
@@ -147,8 +147,18 @@ def left_over(model: nn.Module) -> Tensor:
     return remembered(model).own.get("w", {}).get(RESIDUAL, torch.zeros(60))
 
 
-@pytest.mark.parametrize("sync", [Asynchronous(), StaleSynchronous(2)], ids=repr)
-@pytest.mark.parametrize("codec", [Sign(block=8), TopK(0.1), OneBit()], ids=repr)
+@pytest.mark.parametrize(
+    ("codec", "sync"),
+    [
+        (Sign(block=8), Asynchronous()),
+        (TopK(0.1), StaleSynchronous(2)),
+        (OneBit(), Asynchronous()),
+        *(pytest.param(codec, sync, marks=pytest.mark.slow) for codec, sync in [
+            (Sign(block=8), StaleSynchronous(2)), (TopK(0.1), Asynchronous()), (OneBit(), StaleSynchronous(2)),
+        ]),
+    ],
+    ids=repr,
+)  # fmt: skip
 def test_law_5_what_was_applied_and_what_is_left_over_is_what_was_given(codec: Codec, sync: Any) -> None:
     def program(job: Job) -> tuple[Tensor, Tensor, Tensor]:
         model, optimizer = start(job, ErrorFeedback(codec), sync)
@@ -270,7 +280,7 @@ def test_what_travels_each_way_is_what_the_page_says(
     assert moved == {"up": 2 * STEPS * up, "down": 2 * (STEPS + 1) * down}  # values are pulled once more, to begin with
 
 
-@pytest.mark.parametrize("compression", [FEEDBACK, Float16(), QSGD(bucket=8)], ids=repr)
+@pytest.mark.parametrize("compression", [FEEDBACK, Float16(), pytest.param(QSGD(bucket=8), marks=pytest.mark.slow)], ids=repr)
 def test_law_9_what_was_saved_resumes_with_the_same_bits(compression: Compression, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
 
@@ -289,7 +299,7 @@ def test_law_9_what_was_saved_resumes_with_the_same_bits(compression: Compressio
     assert all(torch.equal(one, other) for one, other in zip(without, resumed, strict=True))
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_server_that_dies_changes_no_bit_if_there_is_a_copy(killed: int) -> None:
     def program(job: Job, kills: bool) -> Tensor:
         model = mlp()
@@ -307,14 +317,27 @@ def test_a_server_that_dies_changes_no_bit_if_there_is_a_copy(killed: int) -> No
     assert all(torch.equal(one, without[0]) for one in disturbed)
 
 
-@pytest.mark.parametrize("sync", [Asynchronous(staleness_aware=True), SoftSync(1), BackupWorkers(1)], ids=repr)
-@pytest.mark.parametrize("compression", [FEEDBACK, WarmUp(2, ErrorFeedback(TopK(0.2)))], ids=repr)
+WARMING = WarmUp(2, ErrorFeedback(TopK(0.2)))
+
+
+@pytest.mark.parametrize(
+    ("sync", "compression"),
+    [
+        (Asynchronous(staleness_aware=True), FEEDBACK),
+        (SoftSync(1), WARMING),
+        (BackupWorkers(1), FEEDBACK),
+        pytest.param(Asynchronous(staleness_aware=True), WARMING, marks=pytest.mark.slow),
+        pytest.param(SoftSync(1), FEEDBACK, marks=pytest.mark.slow),
+        pytest.param(BackupWorkers(1), WARMING, marks=pytest.mark.slow),
+    ],
+    ids=repr,
+)
 def test_every_answer_trains(sync: Any, compression: Compression) -> None:
     def program(job: Job) -> Tensor:
         model = mlp()
         before = flat(values_of(model))
         _, optimizer = distribute(model, sgd(model.parameters()), strategy(compression, sync), job=job)
-        train(job, model, optimizer, range(10))
+        train(job, model, optimizer, range(6))
         return flat(values_of(model)) - before
 
     assert all(float(moved.abs().max()) > 1e-3 and bool(moved.isfinite().all()) for moved in run_jobs(3, program))

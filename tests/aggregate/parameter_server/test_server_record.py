@@ -35,8 +35,10 @@ def until(model: nn.Module, condition: Any) -> None:
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("replicas", [0, 1])
-@pytest.mark.parametrize("steps", [True, False], ids=["servers step", "workers step"])
+@pytest.mark.parametrize(
+    ("steps", "replicas"),
+    [(True, 1), (False, 0), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((True, 0), (False, 1)))],
+)
 def test_bytes_to_and_from_each_server_are_those_of_the_model_in_every_step(steps: bool, replicas: int) -> None:
     def program(job: Job) -> tuple[Any, dict[int, ServerLedger]]:
         model = mlp()

@@ -83,7 +83,7 @@ def kill_servers(job: Job, number: int) -> None:
 # -- losing all servers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("then", "shards"), [(3, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("then", "shards"), [(3, 1), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_when_all_servers_die_the_error_names_a_snapshot_and_another_job_goes_on_from_it(
     then: int, shards: int, tmp_path: Path
 ) -> None:
@@ -152,16 +152,16 @@ def test_a_snapshot_under_pushes_has_every_range_as_it_was_at_one_version(
         model = nn.Linear(320, 256, bias=False)
         nn.init.zeros_(model.weight)
         _, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), to(tmp_path, StaleSynchronous(2)), job=job)
-        thread = threading.Thread(target=lambda: written.extend(take(model) for _ in range(8)), daemon=True)
+        thread = threading.Thread(target=lambda: written.extend(take(model) for _ in range(5)), daemon=True)
         if job.rank == 0:
             thread.start()
-        while len(written) < 8:
+        while len(written) < 5:
             model.weight.grad = torch.ones_like(model.weight)
             optimizer.step()
         release(model)
 
     run_jobs(2, program)
-    assert len(written) == 8
+    assert len(written) == 5
     versions = []
     for path in written:
         with read_snapshot(path) as found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,8 +37,8 @@ from stretto.sync.soft_sync import SoftSync
 from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.testing import run_jobs
 
-SMALL = Priority(partition=256, credit=256)
-STEPS = 5
+SMALL, PLAIN = Priority(partition=256, credit=256), Priority(cross_barrier=False)
+STEPS = 4
 Look = Callable[[Job, nn.Module, torch.optim.Optimizer], object]
 
 
@@ -101,24 +102,32 @@ def assert_same_bits(runs: list[list[Tensor]]) -> None:
 # -- the same numbers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("size", [3, 7, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_with_a_bound_of_zero_the_bits_are_those_with_the_barrier(size: int) -> None:
     """Whatever the order: gradients of a clock are applied in the order of ranks."""
     barrier, found = (run_jobs(size, trained, crossing(schedule=schedule)) for schedule in (Buckets(), SMALL))
     assert_same_bits([*barrier, *found])
 
 
+@cache
+def with_the_barrier() -> list[list[Tensor]]:
+    """Two workers."""
+    return run_jobs(2, trained, crossing(schedule=Buckets(), replicas=1))
+
+
 @pytest.mark.parametrize(
-    "schedule", [Tic(), Tac(), Priority(), Priority(cross_barrier=False), Tac(cross_barrier=False)], ids=repr
+    "schedule",
+    [Tic(), Tac(cross_barrier=False), Priority(), *(pytest.param(each, marks=pytest.mark.slow) for each in (Tac(), PLAIN))],
+    ids=repr,
 )
 def test_every_order_gives_the_same_bits(schedule: Any) -> None:
-    barrier, found = (run_jobs(2, trained, crossing(schedule=each, replicas=1)) for each in (Buckets(), schedule))
-    assert_same_bits([*barrier, *found])
+    assert_same_bits([*with_the_barrier(), *run_jobs(2, trained, crossing(schedule=schedule, replicas=1))])
 
 
 SYNCS = [
-    StaleSynchronous(2), Asynchronous(), Asynchronous(staleness_aware=True), SoftSync(1), BackupWorkers(1),
+    StaleSynchronous(2), Asynchronous(staleness_aware=True), SoftSync(1), BackupWorkers(1),
     Asynchronous(delay_compensation=DelayCompensation(2.0, decay=0.95)),
+    pytest.param(Asynchronous(), marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
@@ -297,8 +306,19 @@ def test_whoever_looks_sees_the_step_taken(look: str) -> None:
         LOOKS[look](job, model, optimizer)
         return values_of(model)
 
-    barrier, found = (run_jobs(2, program, schedule) for schedule in (Buckets(), SMALL))
-    assert_same_bits([*barrier, *found])
+    assert_same_bits([*after_one_step(), *run_jobs(2, program, SMALL)])
+
+
+@cache
+def after_one_step() -> list[list[Tensor]]:
+    """With the barrier."""
+
+    def program(job: Job) -> list[Tensor]:
+        model, optimizer = begin(job, crossing(schedule=Buckets()))
+        take_step(job, model, optimizer, 1)
+        return values_of(model)
+
+    return run_jobs(2, program)
 
 
 def test_synchronize_waits_for_this_workers_values_and_for_no_other_worker() -> None:
@@ -347,8 +367,7 @@ def test_a_hook_of_the_program_that_runs_after_a_step_sees_its_values() -> None:
         assert under_way(model) == 0
         return seen[0]
 
-    barrier, found = (run_jobs(2, program, schedule) for schedule in (Buckets(), SMALL))
-    assert_same_bits([*barrier, *found])
+    assert_same_bits([*after_one_step(), *run_jobs(2, program, SMALL)])
 
 
 def test_gradients_are_clipped_and_accumulated_as_ever() -> None:

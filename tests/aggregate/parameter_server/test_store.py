@@ -21,7 +21,7 @@ SAFE = ParameterServer(shards=2, replicas=1)
 MANY = 700_000  # elements: three ranges
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("size", [1, 3, 7, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_what_all_have_pushed_is_there_once(size: int) -> None:
     def program(job: Job) -> tuple[float, Tensor]:
         stretto.declare("begun", torch.full((), 100.0 * (job.rank + 1)))

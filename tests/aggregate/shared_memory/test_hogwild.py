@@ -78,7 +78,7 @@ def test_where_one_worker_steps_all_see_the_plain_loop_bit_for_bit(size: int, na
     assert all(same(values, expected) for values in run_jobs(size, program))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("size", [3, 7, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_each_worker_goes_on_from_what_the_others_have_written(size: int) -> None:
     """Taking turns, they do what one does with all their batches."""
     turns = Turns(size)
