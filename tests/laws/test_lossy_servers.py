@@ -5,6 +5,7 @@ Law 3 is asked of every codec, and each of the other laws of a few, not always t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def on_servers(compression: Compression, schedule: Schedule = SMALL, shards: int
     return Strategy(aggregate=ParameterServer(shards=shards, replicas=replicas), compress=compression, schedule=schedule)
 
 
-def one_in(several: int, compressions: list[Compression], first: int = 0) -> list[Any]:
+def one_in(several: int, compressions: Sequence[Compression], first: int = 0) -> list[Any]:
     """All of them; quick is one in several, from `first` on."""
     return [
         pytest.param(one, id=repr(one), marks=[pytest.mark.slow] if number % several != first else [])
