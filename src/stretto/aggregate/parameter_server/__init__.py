@@ -17,7 +17,8 @@ In a job:
 
     value           what a strategy names
     training        synchronous training with servers that only sum
-    stepping        training with servers that step; `inventory` is what they keep, `stepping_admission` what is refused,
+    stepping        training with servers that step: its steps; `model_on_servers` is how the model gets there and comes back,
+                    `inventory` what they keep, `stepping_admission` what is refused,
                     `step_under_way` a step, `use_order` the order in which it is pushed and pulled
     encoded_rounds  a worker's side of synchronous rounds that are compressed; `push_encoding` is that of servers that step
     transfer_order  what a schedule's plan means to pushes and pulls; `transfer_cost` measures what they cost
