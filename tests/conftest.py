@@ -57,6 +57,9 @@ LONGEST = (  # by seconds, as `pytest --durations=0` has them; the order of the 
     "test_lab_command.py",
     "test_bench_command.py",
     "test_compressing.py",
+    "test_lossy_servers.py",
+    "test_groups_and_servers.py",
+    "test_dedicated.py",
 )
 
 
