@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from preloaded import Preloaded
+from stretto.aggregate.parameter_server import keeper as keeping
 from stretto.aggregate.parameter_server.keeper import NOT_JOINED, REFUSED, Keeper
 
 KILLS_BOTH = """
@@ -78,9 +84,7 @@ TELLS = "import sys; sys.stdout.write(sys.argv[1] + sys.stdin.read()); sys.stdou
 
 
 def kept(tmp_path: Path, restarts: int, ends: str) -> tuple[int, str]:
-    from stretto.aggregate.parameter_server import keeper
-
-    command = [sys.executable, "-I", "-S", str(keeper.__file__), str(restarts), sys.executable, "-I", "-S", "-c", TELLS + ends]
+    command = [sys.executable, "-I", "-S", str(keeping.__file__), str(restarts), sys.executable, "-I", "-S", "-c", TELLS + ends]
     done = subprocess.run(command, input="place ", capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout
 
@@ -104,15 +108,33 @@ def test_a_keeper_starts_a_server_again_so_often(
     assert kept(tmp_path, restarts, ends) == (code, "".join(f"{life}place " for life in range(lives)))
 
 
-def test_a_keeper_that_was_told_to_stop_starts_nothing_any_more() -> None:
-    keeper = Keeper(
-        3, [sys.executable, "-I", "-S", "-c", "import os, signal; os.kill(os.getppid(), signal.SIGTERM); exit(1)"], b""
-    )
-    import signal
+@pytest.fixture
+def handlers_restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        assert keeper.run() == 1
-    finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
-            signal.signal(number, handler)
+
+@pytest.mark.usefixtures("handlers_restored")
+def test_a_keeper_that_was_told_to_stop_starts_nothing_any_more() -> None:
+    tells = "import os, signal; os.kill(os.getppid(), signal.SIGTERM); exit(1)"
+    assert Keeper(3, [sys.executable, "-I", "-S", "-c", tells], b"").run() == 1
+
+
+@pytest.mark.usefixtures("handlers_restored")
+def test_a_keeper_that_is_told_to_stop_between_two_lives_starts_nothing_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(keeping, "time", SimpleNamespace(sleep=pause, monotonic=time.monotonic))
+    lives = tmp_path / "lives"
+    lives.touch()
+    notes = f"import sys; open({str(lives)!r}, 'a').write(sys.argv[1]); exit(1)"
+    assert Keeper(3, [sys.executable, "-I", "-S", "-c", notes], b"").run() == 1
+    assert len(pauses) == 1 and lives.read_text() == "0"

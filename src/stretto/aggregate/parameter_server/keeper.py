@@ -48,6 +48,8 @@ class Keeper:
                 break
             pause_s = PAUSE_S if time.monotonic() - began > LIVED_S else min(LONGEST_PAUSE_S, 2 * pause_s)
             time.sleep(pause_s)
+            if self._told_to_stop:  # meanwhile
+                break
         return code if code >= 0 else 128 - code
 
     def _stop(self, number: int, frame: object) -> None:
