@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from launching.test_launch import LIMIT_S, Start
 from launching.test_launch import start as start  # the fixture
 from stretto.errors import ConfigurationError
+from stretto.launching.launch import _NodeJob
 from stretto.launching.launch_plan import check_min_workers
 from stretto.launching.launch_report import Failure
 from stretto.launching.survivors import WENT_ON, Survivors
@@ -48,6 +51,21 @@ def test_what_is_said_names_who_died_how_and_when() -> None:
         "stretto: the job has ended without 2 of 3 workers: rank 1 was killed by SIGKILL after 2.5 s; "
         "rank 2 exited with code 7 after 3.0 s"
     )
+
+
+@pytest.mark.parametrize(("alive", "stop", "waits"), [({"0"}, None, False), (set(), None, True), ({"0"}, object(), True)])
+def test_a_launcher_does_not_spin_over_a_worker_that_it_will_not_start_again(alive: set[str], stop: object, waits: bool) -> None:
+    survivors = Survivors(2, 1, restarts=1)
+    survivors.note(KILLED, ["0"], restart_at=0.0)  # which is over
+    job: Any = SimpleNamespace(
+        survivors=survivors,
+        alive=alive,
+        stop=None if stop is None else SimpleNamespace(killed=True),
+        last_words_until=None,
+        ended_workers=SimpleNamespace(due_at=None),
+        screen=SimpleNamespace(congested=False),
+    )
+    assert (_NodeJob._patience(job, None) > 0) is waits
 
 
 def test_the_others_go_on_and_the_exit_code_says_that_somebody_is_missing(start: Start) -> None:

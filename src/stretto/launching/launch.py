@@ -274,7 +274,7 @@ class _NodeJob:
             until,
             self.last_words_until,
             self.ended_workers.due_at,
-            self.survivors.next_at,
+            self.survivors.next_at if self.alive and self.stop is None else None,
             self.stop.kill_at if self.stop and not self.stop.killed else None,
         ]
         now = time.monotonic()
