@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from torch import nn
 import stretto
 from aggregate.parameter_server.stepping_worker import Turns, mlp, sgd, start_scalar, step_by, strategy, train
 from stretto.aggregate.parameter_server import server_record
-from stretto.aggregate.parameter_server.head import UpdateRecord
-from stretto.aggregate.parameter_server.messages import Part
+from stretto.aggregate.parameter_server.head import RangeQueue, UpdateRecord
+from stretto.aggregate.parameter_server.messages import NotHead, Part, PullValues, RangeChain, ValuesPulled
 from stretto.aggregate.parameter_server.server_record import RecordedServer, ServerLedger, total_staleness
 from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.distributing import distribute, server_ledgers
 from stretto.errors import ConfigurationError
 from stretto.job import Job
+from stretto.protocol.machine import SendMessage
 from stretto.strategy import Strategy
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.backup_workers import BackupWorkers
@@ -149,3 +151,35 @@ def test_a_model_without_servers_has_no_such_ledgers() -> None:
 
     run_jobs(2, program)
     assert stretto.server_ledgers is server_ledgers
+
+
+def test_a_pull_that_was_turned_away_does_not_count_when_the_server_serves_the_range_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither as one that waits here, nor for what the next answer says of how long it was kept, and for whom."""
+    clock_ns = 0
+    monkeypatch.setattr(server_record, "time", SimpleNamespace(perf_counter_ns=lambda: clock_ns))
+    head = SimpleNamespace(queue=lambda: RangeQueue(0, 0, 1), holds_back=lambda worker: 1)
+    holding, answers = SimpleNamespace(head=head), list[Any]()
+    inside: Any = SimpleNamespace(
+        chains=SimpleNamespace(holdings={0: holding}),
+        on_message=lambda *event: answers,
+        on_view=lambda *event: [SendMessage(0, NotHead(RangeChain(0, 2, [4, 3]), True, 0))],
+    )
+    record = RecordedServer()
+    record.machine = inside
+    pull = PullValues(0, 0, 0, 0, 0, 0)
+    record.on_message(0.0, 0, pull, memoryview(b""))
+    assert record.ledger().parked == 1
+
+    holding.head = None
+    record.on_view(0.0, [4], [], 1)
+    assert record.ledger().parked == 0
+
+    clock_ns = 3_600_000_000_000
+    holding.head = SimpleNamespace(queue=lambda: RangeQueue(0, 0, 0), holds_back=lambda worker: None)
+    answers.append(SendMessage(0, ValuesPulled(0, 0, 0, 0, 1.0)))
+    (answer,) = record.on_message(0.0, 0, pull, memoryview(b""))
+    assert isinstance(answer, SendMessage)
+    assert (answer.header.kept_us, answer.header.waited_for) == (0, -1)
+    assert record.ledger().workers[0].held_s == 0.0

@@ -33,6 +33,7 @@ from stretto.aggregate.parameter_server.messages import (
     Discarded,
     EntryStored,
     LogEntry,
+    NotHead,
     PullValues,
     PushGradient,
     PushTaken,
@@ -153,8 +154,10 @@ class RecordedServer(Machine):
             self._came_ns = {key: value for key, value in self._came_ns.items() if key[0] != rank}
             self._slowest = {key: value for key, value in self._slowest.items() if key[0] != rank}
             self._copies = {key: value for key, value in self._copies.items() if value[1] != rank}
-        now_ns = time.perf_counter_ns()
-        return [self._noted(now_ns, action) for action in self._inside().on_view(now, joined, left, generation)]
+        actions, now_ns = self._inside().on_view(now, joined, left, generation), time.perf_counter_ns()
+        for index in list(self._queues):
+            self._look_at(index)
+        return [self._noted(now_ns, action) for action in actions]
 
     def _inside(self) -> ServerMachine:
         assert self.machine is not None
@@ -232,11 +235,19 @@ class RecordedServer(Machine):
                 self._look_at(index)
                 added = {"kept_us": kept, "waited_for": -1 if slowest is None else slowest}
                 return action._replace(header=msgspec.structs.replace(header, **added))
+            case NotHead():
+                self._forget_requests(int(to), header.chain.range)
+                self._look_at(header.chain.range)
             case LogEntry(range=index, sequence=sequence) if not isinstance(header.change, Discarded):
                 num_bytes = memoryview(payload).nbytes
                 if num_bytes and len(self._copies) < MOST_KEPT:
                     self._copies[index, sequence] = now_ns, int(to), num_bytes
         return action
+
+    def _forget_requests(self, worker: int, index: int) -> None:
+        """It asks another server, which answers. What it asks here later has come later."""
+        self._came_ns = {key: value for key, value in self._came_ns.items() if (key[0], key[2]) != (worker, index)}
+        self._slowest.pop((worker, index), None)
 
     def _kept_us(self, now_ns: int, request: tuple[int, str, int, int]) -> int:
         return (now_ns - self._came_ns.pop(request, now_ns)) // 1000
