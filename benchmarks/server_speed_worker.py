@@ -23,11 +23,11 @@ from step_worker import take_part
 
 from stretto.aggregate.parameter_server.client import Fill, Pull, Push
 from stretto.aggregate.parameter_server.layout import VALUE_BYTES, ServedParameter
-from stretto.aggregate.parameter_server.network import ServerNetwork
+from stretto.aggregate.parameter_server.network import ServerNetwork, network_of
 from stretto.aggregate.parameter_server.service import ServedModel
 from stretto.aggregate.parameter_server.shard_optimizer import OptimizerSpec
 from stretto.aggregate.parameter_server.sync_spec import SyncSpec
-from stretto.aggregate.parameter_server.training import network_of
+from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.bench.machine import MachineInfo, describe
 from stretto.bench.turns import now, take_turns
 from stretto.errors import JobError
@@ -253,7 +253,7 @@ def _resident(network: ServerNetwork, line: str) -> int:
 
 def measure(job: Job, settings: SpeedSettings) -> SpeedReport:
     torch.set_num_threads(1)
-    network = network_of(job, 1)
+    network = network_of(job, ParameterServer(shards=1), 2)
     memory = [] if settings.weighed is None else [measure_memory(job, network, settings, settings.weighed)]
     rows = measure_speed(job, network, settings) if settings.weighed is None else []
     return SpeedReport(settings=settings, machine=describe(), date=now(), rows=rows, memory=memory)

@@ -214,7 +214,7 @@ def test_hosts_for_servers_come_after_the_others_and_their_bytes_are_counted(tmp
         "    optimizer.zero_grad()\n"
         "print('servers', job.server_networks[0].servers)\n"
     )
-    words = ["--hosts", "2", "--servers", "2", "--rate", "200mbit", "--", sys.executable, str(tmp_path / "train.py")]
+    words = ["--hosts", "2", "--servers", "2", "--rate", "1gbit", "--", sys.executable, str(tmp_path / "train.py")]
     done = stretto_lab(*words)
     assert done.returncode == 0, done.stderr
     assert "2 hosts and 2 with a server each" in done.stderr
