@@ -21,6 +21,7 @@ from stretto.launching.introduction_messages import (
     Ended,
     Leave,
     News,
+    Note,
     Refused,
     Table,
     Waiting,
@@ -112,6 +113,24 @@ def test_it_ends_when_the_last_that_lives_has_left_or_nobody_has_watched_for_lon
     membership = formed()
     membership.on_timer(LONELY_S, "lonely")
     assert membership.finished
+
+
+def test_an_earlier_life_that_leaves_late_does_not_end_what_the_later_one_watches() -> None:
+    membership = formed(2)
+    hear(membership, b"again", msgspec.structs.replace(another(1, 2), pid=2001))
+    hear(membership, b"again", WatchReturns(1, 1), now=1.0)
+    hear(membership, name(1), Leave(1, HOST, 1001), now=1.5)
+    assert not membership.finished
+    hear(membership, b"again", Leave(1, HOST, 2001), now=2.0)
+    assert membership.finished
+
+
+def test_who_asks_again_for_its_table_has_the_notes_too() -> None:
+    """The first answer is lost when the connection breaks, and the worker says the same on the next one."""
+    membership = formed()
+    hear(membership, name(0), Note("servers 2", "10.0.0.1:7000"))
+    first = hear(membership, b"one", another(1))[b"one"]
+    assert hear(membership, b"two", another(1)) == {b"two": first} and first.notes == {"servers 2": "10.0.0.1:7000"}
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ class LastingMembership(Membership):
         if not isinstance(header, WatchReturns):
             formed = self.phase is Phase.FORMED
             actions = super().on_message(now, source, header, payload)
-            if isinstance(header, Leave) and self._seen.pop(header.rank, None) is not None and self._lonely_s is not None:
-                self._lonely |= all(now - seen > DEAD_S for seen in self._seen.values())
+            if isinstance(header, Leave):
+                self._stops_watching(now, header)
             return actions if formed or self.phase is not Phase.FORMED else [*actions, *self._wait_for_watchers()]
         if self.phase is not Phase.FORMED or not 0 <= header.rank < self.world_size:
             return ()
@@ -84,6 +84,14 @@ class LastingMembership(Membership):
     def needs_parent(self) -> bool:
         return self._lonely_s is None or self.phase is not Phase.FORMED
 
+    def _stops_watching(self, now: float, message: Leave) -> None:
+        """If it is this life of the member that leaves, not an earlier one that was late to."""
+        member = self._members.get(message.rank)
+        if member is None or (member.join.host, member.join.pid) != (message.host, message.pid):
+            return
+        if self._seen.pop(message.rank, None) is not None and self._lonely_s is not None:
+            self._lonely |= all(now - seen > DEAD_S for seen in self._seen.values())
+
     def _wait_for_watchers(self) -> Actions:
         return [] if self._lonely_s is None else [SetTimer("lonely", self._lonely_s)]
 
@@ -96,10 +104,13 @@ class LastingMembership(Membership):
     def _may_come_back(self, member: Member, message: Join) -> bool:
         return member.left or message.restart > member.join.restart
 
+    def _table(self) -> Table:
+        return Table(self._peers(), self._nonce, self._notes)
+
     def _come_back(self, sender: Node, message: Join) -> Actions:
         self._generation += 1
         self._watching.pop(message.rank, None)
         self._members[message.rank] = Member(sender, message, 0.0, answers=True, generation=self._generation)
-        table = Table(self._peers(), self._nonce, self._notes)
+        table = self._table()
         news = News([table.peers[message.rank]])
         return [SendMessage(sender, table), *(SendMessage(watcher, news) for watcher in self._watching.values())]
