@@ -65,6 +65,7 @@ def test_the_page_has_servers_workers_staleness_and_queues() -> None:
     workers, servers = with_servers(held_s=0.12)
     figures = job_figures(workers, servers)
     page = make_page("t", figures, find_bottleneck(figures), make_timeline([*workers, *servers])).decode()
+    assert "are of the whole run; what was pushed and pulled is of the spans that the trace has" in page
     assert 'aria-label="steps by staleness: 0: 5, 1: 3, 2: 3"' in page and "<title>1: 3 steps</title>" in page
     assert 'aria-label="queue of server 1, at most 4"' in page and "<polyline points=" in page
     assert "from server 0" in page and "to server 1" in page and "<td>rank 2</td>" in page

@@ -33,7 +33,8 @@ def _workers(found: ServersFigures) -> str:
         f'<div class="wide"><table class="full workers-at-servers">{head}{rows}</table></div>'
         f"{_cut(len(found.workers), 'workers')}"
         '<p class="note">Staleness: updates between the version that a gradient was computed on and the one that it was applied '
-        "to, on average over this worker's steps. Held back: a server did not answer yet, because another worker was behind.</p>"
+        "to, on average over this worker's steps. Held back: a server did not answer yet, because another worker was behind. "
+        "All these are of the whole run; what was pushed and pulled is of the spans that the trace has.</p>"
     )
 
 
