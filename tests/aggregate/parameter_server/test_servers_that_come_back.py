@@ -16,6 +16,7 @@ import pytest
 
 from preloaded import Preloaded
 from stretto.aggregate.parameter_server import keeper as keeping
+from stretto.aggregate.parameter_server import network
 from stretto.aggregate.parameter_server.keeper import NOT_JOINED, REFUSED, Keeper
 
 KILLS_BOTH = """
@@ -78,6 +79,13 @@ def test_both_servers_die_one_after_the_other_and_no_update_is_lost(tmp_path: Pa
         assert done.stderr.count(f"has lost server {number}") == 2
         assert done.stderr.count(f"server {number} has been started again, and has joined") == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in re.findall(r"server (\d+)", done.stdout))
+
+
+def test_servers_beside_workers_do_not_inherit_the_secret_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_SECRET", "5e" * 32)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    environ = network._environment_of_servers()
+    assert "5e" * 32 not in environ.values() and environ["OMP_NUM_THREADS"] == "3" and environ["PYTHONPATH"]
 
 
 # -- the keeper -------------------------------------------------------------------------------------------------------

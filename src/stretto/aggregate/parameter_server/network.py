@@ -302,8 +302,7 @@ def _processes(
     job: Job, mine: Sequence[int], num_servers: int, restarts: int
 ) -> tuple[Wire, list[subprocess.Popen[bytes]], Launch]:
     launch = _launch_of_all(job, num_servers)
-    # A module in the working directory must not hide one that a server needs.
-    environ = coordinator_process.importing_stretto(own_environment()) | {"PYTHONSAFEPATH": "1"}
+    environ = _environment_of_servers()
     timeouts = dataclasses.replace(job.timeouts, meet_s=job.timeouts.connect_s)  # all are started here and now
     processes: list[subprocess.Popen[bytes]] = []
     met = threading.Event()
@@ -322,6 +321,14 @@ def _processes(
             raise JobError(f"the servers, which are ranks {ranks} here, did not start: {error}") from error
         raise
     return wire, processes, launch
+
+
+def _environment_of_servers() -> dict[str, str]:
+    """Without the job's secret: they have no use for it, and their own comes on standard input."""
+    # A module in the working directory must not hide one that a server needs.
+    environ = coordinator_process.importing_stretto(own_environment()) | {"PYTHONSAFEPATH": "1"}
+    environ.pop("STRETTO_SECRET", None)
+    return environ
 
 
 def _attend(process: subprocess.Popen[bytes], launch: Launch, rank: int, met: threading.Event) -> None:
