@@ -244,7 +244,9 @@ def _resident(network: ServerNetwork, line: str) -> int:
     """Of the server, where it is a process of this worker's. Its highest value begins anew with each question for VmRSS."""
     if not network.processes:
         return 0
-    folder = Path(f"/proc/{network.processes[0].pid}")
+    keeper = network.processes[0].pid  # which starts a server that has died again
+    server = int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text())
+    folder = Path(f"/proc/{server}")
     if line == "VmRSS":
         (folder / "clear_refs").write_text("5")
     found = next(each for each in (folder / "status").read_text().splitlines() if each.startswith(line))
