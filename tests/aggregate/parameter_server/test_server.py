@@ -331,3 +331,20 @@ def test_when_a_server_dies_its_ranges_go_to_the_next_ones_and_come_back_with_it
     servers.network.at(4.0, lambda: servers.add(2, 1))
     after = servers.run(9.0)
     assert {index: members[0] for index, members in after.items()} == {index: members[0] for index, members in before.items()}
+
+
+def test_a_worker_that_comes_back_hears_of_chains_that_have_changed_meanwhile() -> None:
+    """It may know them as they were while a server was missing, and would not hear of copies that have been made since."""
+    servers = Servers([1, 2, 3], 1, Kill(3, at_s=1.0))
+    members = servers.run(until_s=2.0)
+    first = servers.machines[1]
+    changed = {each.index for each in first.chains.holdings.values() if each.head is not None and each.epoch}
+    assert changed and all(len(members[index]) == 2 for index in changed)
+
+    def news() -> dict[int, list[int]]:
+        told = first.on_message(2.1, 7, EnterRange(MANY.digest, 1, 1, min(changed), None), memoryview(b""))
+        placed = [each.header for each in told if isinstance(each, SendMessage) and isinstance(each.header, RangesPlaced)]
+        return {chain.range: chain.members for each in placed for chain in each.chains}
+
+    assert news() == {index: members[index] for index in changed}
+    assert news() == {}

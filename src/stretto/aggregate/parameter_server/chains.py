@@ -393,6 +393,10 @@ class Chains:
 
     # -- what others want to know -------------------------------------------------------------------------------------
 
+    def served_here_and_changed(self) -> list[RangeChain]:
+        """Everybody computes the first chains alike."""
+        return [each.chain() for each in self.holdings.values() if each.active and each.head is not None and each.epoch]
+
     def report(self, index: int) -> RangeReport:
         return RangeReport(self.known[index], index in self.holdings)
 

@@ -226,7 +226,7 @@ class ServerMachine(Machine):
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def _serve(self, source: int, request: ServedRequest, payload: memoryview) -> None:
-        self._clients.add(source)
+        self._welcome(source)
         holding = self.chains.holdings.get(request.range)
         asked = (source, request.range)
         self._attempts[asked] = request.attempt
@@ -238,6 +238,15 @@ class ServerMachine(Machine):
             if isinstance(request, PullValues):
                 self._urgencies[source, request.range] = request.urgency
             holding.head.take(source, request, payload)
+
+    def _welcome(self, client: int) -> None:
+        """It hears of chains when they change. One that has come, or come back, after they did is told of those that are served
+        here: it may know a chain as it was while a server was missing."""
+        if client in self._clients:
+            return
+        self._clients.add(client)
+        if changed := self.chains.served_here_and_changed():
+            self._tell_of(client, changed)
 
     def _refuse(self, source: int, header: Any, fault: str) -> None:
         kind = type(header).__name__
