@@ -23,7 +23,10 @@ from stretto.sync.soft_sync import SoftSync
 from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.sync.synchronous import Synchronous
 
-SLOW = [pytest.param(range(begin, begin + 485), marks=pytest.mark.slow) for begin in range(300, 10_000, 485)]
+SLOW = [
+    pytest.param(range(begin, begin + 1940), marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+    for begin in range(300, 10_000, 1940)
+]
 SEEDS = pytest.mark.parametrize("seeds", [range(300), *SLOW], ids=str)  # 10,000 in all
 KINDS = {"Kill", "Pause", "loss", "push twice", "killed in the middle", "lost"}
 KINDS |= {"urgency", "server comes back", "server joins", "worker comes back", "worker joins"}

@@ -22,14 +22,14 @@ from stretto.aggregate.parameter_server.keeper import NOT_JOINED, REFUSED, Keepe
 KILLS_BOTH = """
 import os, signal, time
 import torch, stretto
-from stretto import ParameterServer, StaleSynchronous, Strategy
+from stretto import Asynchronous, ParameterServer, Strategy
 
 job = stretto.init(timeouts=stretto.Timeouts(arrive_s=60.0))
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
 with torch.no_grad():
     for parameter in model.parameters(): parameter.zero_()
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-stretto.distribute(model, optimizer, Strategy(aggregate=ParameterServer(shards=2, replicas=1), sync=StaleSynchronous(3)))
+stretto.distribute(model, optimizer, Strategy(aggregate=ParameterServer(shards=2, replicas=1), sync=Asynchronous()))
 (network,) = job.server_networks.values()
 steps = 0
 
