@@ -60,7 +60,7 @@ class RunPlan:
 
     @property
     def workers(self) -> int:
-        """Of this node."""
+        """The number of workers that this node starts."""
         return self.workers_of[self.node]
 
     @property

@@ -50,7 +50,7 @@ class Survivors:
         return min(self._due.values(), default=None)
 
     def due(self, now: float) -> list[tuple[str, int]]:
-        """Who is to be started again now, and how often it has been, this time included."""
+        """The workers to start again now, each with the number of its restart, the first being 1."""
         names = [name for name, at in self._due.items() if at <= now]
         for name in names:
             del self._due[name]
@@ -58,7 +58,8 @@ class Survivors:
         return [(name, self._lives[name]) for name in names]
 
     def summary(self, world_size: int, ended: Mapping[str, int]) -> str:
-        """Who was lost, and who came back: the last line of a job that has ended all the same. `ended`: exit codes at the end."""
+        """The last line of a job that ended well although workers were lost: which, and which of them came back. `ended`: exit
+        codes."""
         for_good = [rank for rank in sorted(self._lost) if ended[str(rank)] != 0]
         back = [self._lost[rank] for rank in sorted(self._lost) if rank not in for_good]
         without = f"without {len(for_good)} of {world_size} workers: {'; '.join(self._lost[rank] for rank in for_good)}"

@@ -147,7 +147,7 @@ def _links(files: Sequence[TraceFile], steps: dict[int, list[MeasuredStep]], ser
 
 
 def _link_of(rank: int, span: TraceEvent, world_size: int) -> tuple[int, int] | None:
-    """Who sent to whom, if this span is to be counted."""
+    """The sender and the receiver of what this span moved; None if it is counted elsewhere."""
     peer = span.args.get("peer", -1)
     if span.cat == "send" and peer >= 0:
         return rank, peer

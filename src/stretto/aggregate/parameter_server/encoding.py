@@ -86,7 +86,7 @@ def read_compression(text: str) -> Compression:
 
 
 class Writing(NamedTuple):
-    """Who writes a round, and whether what is left out is said later."""
+    """The codec that writes a round, and whether it keeps what a payload leaves out for a later one (error feedback)."""
 
     codec: Codec
     remembers: bool
@@ -102,7 +102,7 @@ def writing_in(compression: Compression, number: int) -> Writing | None:
 
 
 def codec_of_values(compression: Compression) -> Codec | None:
-    """Who writes values that servers step, where gradients are compressed so; None: they travel as float32."""
+    """The codec in which pulled values travel when gradients are pushed with `compression`; None: they travel as float32."""
     codec = compression.codec if isinstance(compression, ErrorFeedback) else compression
     if isinstance(codec, Float16):
         return Float16()
@@ -158,7 +158,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def check_shapes(parameters: Sequence[ServedParameter]) -> None:
-    """Of a model that a server is told to serve."""
+    """Refuse a model whose shapes do not fit its numbers of elements. A server checks what it is told to serve."""
     for each in parameters:
         if each.unit < 1 or (each.shape and (min(each.shape) < 0 or _size(each.shape) != each.numel)):
             raise ConfigurationError(

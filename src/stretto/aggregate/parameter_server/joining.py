@@ -40,6 +40,6 @@ def admit_newcomers(launch: Launch, communication: CommunicationThread) -> Retur
 
 
 def lives_of(wire: Wire) -> Mapping[int, int]:
-    """Of those that have joined later than the first ones, this rank too, for machines that begin now."""
+    """The lives of ranks that joined after the job began, this one included: a machine that begins now has to be told them."""
     lives = {rank: wire.joined_in(rank) for rank in (wire.rank, *wire.peers)}
     return {rank: life for rank, life in lives.items() if life > 0}

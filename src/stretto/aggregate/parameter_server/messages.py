@@ -59,8 +59,9 @@ class Part(NamedTuple):
 
 
 class CodecRound(NamedTuple):
-    """Of what is encoded: the round from which its random numbers are drawn (`compress/random_numbers.py`). `unheard`: slices of
-    the range, from the first to before the last, of which workers have not used the reply of the round before."""
+    """What a codec needs to know of a round. `draw`: the round from which its random numbers are drawn
+    (`compress/random_numbers.py`). `unheard`: slices of the range, as first and last + 1 element, for which workers did not use
+    the reply of the round before."""
 
     draw: int
     unheard: list[tuple[int, int]]

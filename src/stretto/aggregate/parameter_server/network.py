@@ -103,7 +103,7 @@ class ServerNetwork:
 
     @property
     def lives(self) -> list[int]:
-        """Of each server: 0, or the generation in which it has come back and joined."""
+        """For each server the generation in which it came back and joined; 0 if it is the first life, or is lost."""
         return [0 if server in self._wire.lost else self._wire.joined_in(server) for server in self.servers]
 
     def every_part_has_copies(self, replicas: int) -> bool:
@@ -380,7 +380,7 @@ def _place_of(job: Job, size: int, address: str, secret: bytes) -> Launch:
 
 
 def _trace_of(job: Job, server: int) -> ServerTrace | None:
-    """Of the first servers of a job: further ones have the same numbers."""
+    """Where a server writes its trace. Only the first servers of a job do: further ones have the same numbers."""
     if job.launch.trace is None or job.server_networks:
         return None
     offset_ns, uncertainty_ns = job.clock

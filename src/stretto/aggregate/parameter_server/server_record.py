@@ -295,7 +295,7 @@ class _TimedValues:
 
 
 def total_staleness(ledgers: Iterable[ServerLedger]) -> Counter[int]:
-    """Of all gradients of all ranges that these servers have applied."""
+    """How many gradients had which staleness, over all ranges that these servers have updated."""
     found: Counter[int] = Counter()
     for ledger in ledgers:
         for account in ledger.workers.values():

@@ -58,7 +58,7 @@ log = logging.getLogger("stretto.parameter_server")
 
 
 def file_stem(model: str) -> str:
-    """Of a name such as "Sequential (model 1)": Sequential-1."""
+    """A name for files, made of a model's: "Sequential (model 1)" becomes Sequential-1."""
     words = re.findall(r"[A-Za-z0-9_.]+", model)
     return f"{'_'.join(words[:-2])[:120] or 'model'}-{words[-1] if words and words[-1].isdigit() else 0}"
 

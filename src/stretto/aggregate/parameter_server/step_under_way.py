@@ -77,7 +77,7 @@ class Step:
 
 
 def held_longest(answers: Iterable[Future[Any]]) -> ValuesPulled | None:
-    """Of the pulls that the rule has held back, the one that it held back longest."""
+    """The pull that the rule has held back longest, if it has held any."""
     found = (answer.result() for answer in answers if answer.exception() is None)
     held = [each for each in found if isinstance(each, ValuesPulled) and each.waited_for >= 0]
     return max(held, key=lambda each: each.kept_us, default=None)

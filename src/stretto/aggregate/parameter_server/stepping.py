@@ -149,7 +149,7 @@ class SteppingServers(ModelOnServers):
 
     @property
     def _weight(self) -> float:
-        """Of what is pushed, in a mean."""
+        """How much this worker's gradients count in a mean."""
         return self._job.weight
 
     def _begin_step(self, number: int, ranges: Sequence[ParameterRange], gradient: Tensor) -> Step:
