@@ -403,7 +403,7 @@ def test_a_value_in_torchruns_store_that_is_too_long_is_not_decoded() -> None:
 
     with listener() as address:
         store = Store(msgspec.json.encode(rendezvous._Meeting(address, True, "")))
-        learned = rendezvous._learn(launch_of(1, 2, ""), store, "key", time.monotonic() + 30)  # type: ignore[arg-type]
+        learned = rendezvous.learn(launch_of(1, 2, ""), store, "key", time.monotonic() + 30)  # type: ignore[arg-type]
     assert learned.rendezvous == address and store.read == 2
 
 

@@ -99,6 +99,61 @@ def test_nobody_comes_back_to_a_job_that_has_not_formed_or_does_not_last() -> No
     assert type(make_membership(3, True, Lasting.NO)) is not LastingMembership
 
 
+def growing(size: int = 2, room: int = 2) -> LastingMembership:
+    return LastingMembership(size, HOST, encrypted=True, nonce=NONCE, lonely_s=LONELY_S, room=room)
+
+
+def form(membership: LastingMembership, size: int = 2) -> dict[Any, Any]:
+    told: dict[Any, Any] = {}
+    for rank in range(size):
+        told |= hear(membership, name(rank), join_of(rank, size))
+    for rank in range(size):
+        join = join_of(rank, size)
+        told |= hear(membership, CHECKER, Checked(Check(rank, join.token, join.address), None))
+    return told
+
+
+def test_where_there_is_room_others_join_later_and_come_back_like_those_from_the_beginning() -> None:
+    membership = growing()
+    form(membership)
+    hear(membership, name(0), WatchReturns(0, 0))
+    told = hear(membership, b"new", join_of(3, 2))
+    assert [(peer.rank, peer.generation) for peer in told[b"new"].peers] == [(0, 0), (1, 0), (3, 1)]
+    assert told[name(0)] == News([told[b"new"].peers[2]])
+    assert [peer.rank for peer in hear(membership, b"another", join_of(2, 2))[b"another"].peers] == [0, 1, 2, 3]
+    assert hear(membership, b"new", WatchReturns(3, 1))[b"new"].peers[0].rank == 2
+
+    stranger = hear(membership, b"x", msgspec.structs.replace(join_of(3, 2, "else"), pid=77))[b"x"]
+    assert isinstance(stranger, Refused) and "rank 3 is taken" in stranger.reason
+    again = hear(membership, b"again", another(3, 2))[b"again"]
+    assert [(peer.rank, peer.generation) for peer in again.peers] == [(0, 0), (1, 0), (2, 2), (3, 3)]
+    beyond = hear(membership, b"x", join_of(4, 2))[b"x"]
+    assert isinstance(beyond, Refused) and "has ranks 0 to 3" in beyond.reason
+
+
+def test_who_comes_before_the_job_has_formed_does_not_count_and_is_let_in_when_it_has() -> None:
+    membership = growing()
+    waiting = hear(membership, b"early", join_of(2, 2))
+    assert waiting == {b"early": Waiting([0, 1])} and membership.phase is Phase.FORMING
+    taken = hear(membership, b"x", msgspec.structs.replace(join_of(2, 2, "else"), pid=77))[b"x"]
+    assert isinstance(taken, Refused) and "rank 2 is taken" in taken.reason
+    hear(membership, b"gone", join_of(3, 2))
+    hear(membership, b"gone", Leave(3, HOST, 1003))
+    told = form(membership)
+    assert [peer.rank for peer in told[b"early"].peers] == [0, 1, 2] and told[b"early"].peers[2].generation == 1
+    assert b"gone" not in told and [peer.rank for peer in told[name(0)].peers] == [0, 1]
+
+
+def test_who_comes_too_early_to_a_job_that_fails_to_form_is_told_why() -> None:
+    membership = growing()
+    hear(membership, b"early", join_of(2, 2))
+    hear(membership, name(0), join_of(0, 2))
+    told = hear(membership, name(0), Leave(0, HOST, 1000))
+    assert isinstance(told[b"early"], Refused) and "gave up before all 2 workers had met" in told[b"early"].reason
+    late = hear(membership, b"late", join_of(3, 2))[b"late"]
+    assert isinstance(late, Refused) and late == told[b"early"]
+
+
 def test_it_ends_when_the_last_that_lives_has_left_or_nobody_has_watched_for_long() -> None:
     membership = formed()
     assert not membership.needs_parent

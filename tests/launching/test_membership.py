@@ -32,7 +32,7 @@ from stretto.launching.peers import Peer, ranks_text
 from stretto.protocol.machine import Actions, Machine, SendMessage, SetTimer
 from stretto.protocol.timers import Timers
 from stretto.testing.faults import Fault, Kill, Pause
-from stretto.testing.network_model import Exponential, Link, NetworkModel
+from stretto.testing.network_model import ExponentialDelay, Link, NetworkModel
 from stretto.testing.virtual_network import VirtualNetwork
 
 HOST, ELSEWHERE = "alpha/11", "beta/22"
@@ -531,7 +531,7 @@ class WithChecker(Membership):
 
 
 RELIABLE = Link()  # between the parts of the coordinator's process
-STORMY = Link(latency_s=0.05, jitter=Exponential(0.3), loss=0.2, duplicate=0.2, reorder=0.2, hold_s=1.0)
+STORMY = Link(latency_s=0.05, jitter=ExponentialDelay(0.3), loss=0.2, duplicate=0.2, reorder=0.2, hold_s=1.0)
 
 
 def form(seed: int) -> tuple[Counter[str], int]:

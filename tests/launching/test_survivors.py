@@ -123,7 +123,7 @@ def test_a_worker_that_dies_is_started_again_with_its_pipes_and_the_job_ends_wel
     launcher = start(
         """
         life = os.environ["STRETTO_RESTART_COUNT"]
-        print(f"life {life}", flush=True)
+        print(f"life {life}", os.environ.get("STRETTO_MEET_TIMEOUT"), flush=True)
         print("to stderr", file=sys.stderr, flush=True)
         if rank == 1 and life == "0": os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1: mark("back")
@@ -135,7 +135,7 @@ def test_a_worker_that_dies_is_started_again_with_its_pipes_and_the_job_ends_wel
     output, errors = launcher.communicate(timeout=LIMIT_S)
 
     assert launcher.returncode == 0, errors
-    assert sorted(output.splitlines()) == ["[0] life 0", "[1] life 0", "[1] life 1"]
+    assert sorted(output.splitlines()) == ["[0] life 0 None", "[1] life 0 None", "[1] life 1 30"], "not 10 minutes"
     assert errors.count("[1] to stderr") == 2 and "rank 0 goes on, and it is started again (restart 1 of 1)" in errors
     assert "the job has ended with 1 that came back: rank 1 was killed by SIGKILL" in errors.splitlines()[-1]
 

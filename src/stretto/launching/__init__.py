@@ -2,6 +2,7 @@
 
     detect         the environment of this process -> Launch: my rank, how many we are, where the rendezvous is
     rendezvous     under torchrun, Slurm and MPI: rank 0 starts the coordinator, all learn its address and the secret
+    through_store  where only a rank, a size and a store of torch's are known: the rest follows from what all leave in the store
     introduce      worker side of the introduction: Launch + my address -> the table of all peers; greeting finds out which
                    program listens where no coordinator answers
     coordinator    the process that introduces workers; membership is its protocol, a `protocol.machine.Machine`, with

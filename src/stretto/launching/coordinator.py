@@ -1,12 +1,12 @@
 """The coordinator: the process at the rendezvous that introduces workers to each other.
 
     python -m stretto.launching.coordinator --bind HOST:PORT --world-size N --ready-fd FD [--encrypted] [--die-with-parent PID]
-        [--lasting | --lasting-without-parent]
+        [--lasting | --lasting-without-parent [--room N]]
 
 It writes where it listens to the descriptor --ready-fd. --encrypted says what this job's workers do with their own traffic: a
 worker that would do otherwise is refused. --lasting lets members that have died come back (`lasting_membership.py`); without
-parent it outlives the process that has started it once the job has formed, and ends when no member watches any more. What is said
-here, between workers and coordinator, is always encrypted.
+parent it outlives the process that has started it once the job has formed, and ends when no member watches any more. With --room
+N so many more may join then. What is said here, between workers and coordinator, is always encrypted.
 
 It drives `Membership` over one ZeroMQ ROUTER and checks, by a plain TCP connection, that every published address
 answers before the table goes out. It is not on the data path: once the table is out, training survives its death. It
@@ -222,12 +222,12 @@ class Lasting(enum.Enum):
     WITHOUT_PARENT = enum.auto()
 
 
-def make_membership(world_size: int, encrypted: bool, lasting: Lasting) -> Membership:
+def make_membership(world_size: int, encrypted: bool, lasting: Lasting, room: int = 0) -> Membership:
     host, nonce = host_identity(), os.urandom(NONCE_BYTES)
     if lasting is Lasting.NO:
         return Membership(world_size, host, encrypted=encrypted, nonce=nonce)
     lonely_s = LONELY_S if lasting is Lasting.WITHOUT_PARENT else None
-    return LastingMembership(world_size, host, encrypted=encrypted, nonce=nonce, lonely_s=lonely_s)
+    return LastingMembership(world_size, host, encrypted=encrypted, nonce=nonce, lonely_s=lonely_s, room=room)
 
 
 def _affordable(connections: int) -> int:
@@ -272,7 +272,7 @@ def main() -> int:
         if options.lasting_without_parent:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, whom it follows
         lasting = Lasting.WITHOUT_PARENT if options.lasting_without_parent else Lasting.YES if options.lasting else Lasting.NO
-        membership = make_membership(options.world_size, options.encrypted, lasting)
+        membership = make_membership(options.world_size, options.encrypted, lasting, options.room)
         coordinator = open_coordinator(options.bind, options.world_size, secret, options.encrypted, membership)
     except JobError as error:
         print(f"stretto coordinator: {error}", file=sys.stderr)
@@ -338,6 +338,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--die-with-parent", type=int)
     parser.add_argument("--lasting", action="store_true")
     parser.add_argument("--lasting-without-parent", action="store_true")
+    parser.add_argument("--room", type=int, default=0)
     return parser
 
 

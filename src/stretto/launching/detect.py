@@ -70,6 +70,7 @@ class Launch:
     restart: int = 0  # how often the launcher has started this worker again
     strategy: str | None = None  # STRETTO_STRATEGY: for `distribute` calls that name none
     servers: DedicatedServers | None = None  # STRETTO_SERVERS
+    room: int = 0  # for so many members that join later, with ranks from `world_size` on
 
     @property
     def one_host(self) -> bool:
@@ -142,6 +143,23 @@ def own_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def has_only_global_ranks(environ: Environment) -> bool:
+    """Whether somebody has set up by hand what torch's workers need to meet: `RANK` and `WORLD_SIZE`, not which share a host."""
+    ours = "STRETTO_RANK" in environ or "STRETTO_WORLD_SIZE" in environ
+    both = "RANK" in environ and "WORLD_SIZE" in environ
+    return not ours and both and not ("LOCAL_RANK" in environ and "LOCAL_WORLD_SIZE" in environ)
+
+
+def can_meet_without_torch(*, is_in_job: bool) -> bool:
+    """Whether the variables are missing by which torch's workers meet, and this process has a job, or can join one, without."""
+    if "RANK" in os.environ:
+        return False
+    try:
+        return is_in_job or detect_here().launcher in ("slurm", "openmpi", "mpich")
+    except ConfigurationError:
+        return False
+
+
 _STRETTO = ("STRETTO_RANK", "STRETTO_WORLD_SIZE", "STRETTO_LOCAL_RANK", "STRETTO_LOCAL_WORLD_SIZE")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPENMPI = (
@@ -160,7 +178,7 @@ def _under_stretto(environ: Environment) -> Launch:
             f"meet. Start them with `stretto run -n {place.world_size} script.py`, or set STRETTO_RENDEZVOUS=HOST:PORT."
         )
     if place.world_size > 1 and secret is None:
-        raise _no_secret(f"STRETTO_WORLD_SIZE={place.world_size}")
+        raise no_secret(f"STRETTO_WORLD_SIZE={place.world_size}")
     restart = _integer(environ, "STRETTO_RESTART_COUNT", needed_with="STRETTO_RANK", default=0)
     return _launch(environ, "stretto", place, rendezvous, secret, run=rendezvous or "", restart=restart)
 
@@ -182,7 +200,7 @@ def _under_torchrun(environ: Environment) -> Launch:
     secret = secret_in(environ) if place.world_size > 1 else None
     launch = _launch(environ, "torchrun", place, None, secret, master=master, run=run, agent_store=agent_store, restart=restart)
     if secret is None and launch.encrypt and not launch.one_host:
-        raise _no_secret(
+        raise no_secret(
             f"WORLD_SIZE={place.world_size} with {place.local_world_size} of them on this host",
             "Under torchrun it could only travel through torchrun's store, which anybody who reaches MASTER_PORT can read. ",
             "\nOr, on a network where everybody is trusted, turn encryption off: STRETTO_ENCRYPT=off, on every machine.",
@@ -208,7 +226,7 @@ def _under_scheduler(environ: Environment, launcher: str, place: _RankNumbers) -
         )
     secret = secret_in(environ)
     if secret is None and place.local_world_size != place.world_size:
-        raise _no_secret(f"{place.names[1]}={place.world_size} with {place.local_world_size} of them on this host")
+        raise no_secret(f"{place.names[1]}={place.world_size} with {place.local_world_size} of them on this host")
     run = "/".join(environ.get(name, "") for name in _RUN_NAMES)
     return _launch(environ, launcher, place, rendezvous, secret, master=master, run=run)
 
@@ -283,7 +301,7 @@ def dedicated_servers(
             f"Start two workers or more, or leave the servers out."
         )
     if secret is None:
-        raise _no_secret(f"STRETTO_SERVERS={text!r}", "Servers are told from strangers by it, too. ")
+        raise no_secret(f"STRETTO_SERVERS={text!r}", "Servers are told from strangers by it, too. ")
     elsewhere = several_hosts or servers_elsewhere(environ)
     return DedicatedServers(int(number), rendezvous, switch(environ, "STRETTO_ENCRYPT", default=elsewhere))
 
@@ -402,7 +420,8 @@ def secret_in(environ: Environment) -> bytes | None:
     return None
 
 
-def _no_secret(asked: str, why: str = "", or_else: str = "") -> SecretError:
+def no_secret(asked: str, why: str = "", or_else: str = "") -> SecretError:
+    """What to raise where a secret is needed and there is none."""
     return SecretError(
         f"{asked}: this job needs a secret, but neither STRETTO_SECRET nor STRETTO_SECRET_FILE is set. Without one, "
         f"anybody who can reach a worker's port could join. {why}\n"

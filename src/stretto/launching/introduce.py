@@ -249,7 +249,8 @@ class _Introduction:
 
     def _checked(self, table: Table) -> Table:
         ranks = [peer.rank for peer in table.peers]
-        if ranks != list(range(self.launch.world_size)):
+        of_all = range(self.launch.world_size + self.launch.room)
+        if ranks[: self.launch.world_size] != list(range(self.launch.world_size)) or not set(ranks) <= set(of_all):
             raise JobError(
                 f"The coordinator at {self.launch.rendezvous} sent a table of ranks {ranks}, but this job has "
                 f"{self.launch.world_size} workers. Install the same version of stretto on every machine."

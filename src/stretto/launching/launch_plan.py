@@ -26,11 +26,12 @@ from pathlib import Path
 
 from stretto.errors import ConfigurationError, RendezvousError, SecretError
 from stretto.launching import hosts, secret
-from stretto.launching.detect import servers_elsewhere, switch
+from stretto.launching.detect import deadlines, servers_elsewhere, switch
 from stretto.launching.node_counts import check_servers, check_workers, of_each_node
 
 LOOPBACK = "127.0.0.1"
 LONGEST_S = 1e6  # the coordinator takes no longer patience
+BACK_S = 30.0  # for a worker that is started again, alone, to reach the job that it comes back to
 LONGEST_STRATEGY = 4096  # characters, as `stretto.parse` has it
 
 
@@ -114,7 +115,7 @@ def make_plan(
     check_counts(nodes, node, max_restarts)
     workers_of, servers_of = of_each_node("-n", workers, nodes), of_each_node("--servers", servers, nodes)
     check_workers(workers_of)
-    check_servers(workers_of, servers_of, max_restarts)
+    check_servers(workers_of, servers_of, max_restarts if min_workers is None else 0)
     if not module and workers_of[node or 0]:
         check_script(target)
     check_min_workers(min_workers, workers_of[node or 0])
@@ -204,11 +205,13 @@ def check_strategy(text: str) -> None:
         )
 
 
-def trace_folder(folder: Path) -> Path:
-    """The folder, made if need be, without the files of earlier runs: ranks that this run does not have would stay."""
+def trace_folder(folder: Path, *, empty: bool = True) -> Path:
+    """The folder, made if need be, without the files of earlier runs: ranks that this run does not have would stay. Not `empty`:
+    where others of this run may have written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in (*folder.glob("trace-rank*.json"), *folder.glob("trace-server*.json"), folder / "plan.json"):
+        old_files = (*folder.glob("trace-rank*.json"), *folder.glob("trace-server*.json"), folder / "plan.json")
+        for old in old_files if empty else ():
             old.unlink(missing_ok=True)
     except OSError as problem:
         raise ConfigurationError(
@@ -366,8 +369,8 @@ def worker_environment(
         timeout_s=plan.timeout_s,
     )
     own["STRETTO_RESTART_COUNT"] = str(restart)
-    if plan.meet_s is not None:
-        own["STRETTO_MEET_TIMEOUT"] = f"{plan.meet_s:g}"
+    if (meet_s := meet_timeout(plan, restart, environ)) is not None:
+        own["STRETTO_MEET_TIMEOUT"] = f"{meet_s:g}"
     if plan.trace is not None:
         own["STRETTO_TRACE"] = str(plan.trace)
     if plan.progress:
@@ -378,6 +381,15 @@ def worker_environment(
         own["STRETTO_SERVERS"] = f"{plan.num_servers}@{servers_at}"
     interface = gloo_interface(None if plan.nodes == 1 else rendezvous, environ)
     return {**torch_defaults(plan.workers, interface), **environ, **own}
+
+
+def meet_timeout(plan: RunPlan, restart: int, environ: Mapping[str, str]) -> float | None:
+    """For how long a worker looks for the others. One that is started again, alone, finds the coordinator of a job that goes on
+    at once; if it does not, the job has ended meanwhile, and there is nothing to wait for."""
+    if not plan.goes_on or not restart:
+        return plan.meet_s
+    wanted = plan.meet_s if plan.meet_s is not None else deadlines(environ).meet_s
+    return min(wanted, BACK_S)
 
 
 def encrypted(plan: RunPlan, environ: Mapping[str, str]) -> bool:

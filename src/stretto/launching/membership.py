@@ -122,7 +122,7 @@ class Membership(Machine):
             self._told.add(message.rank)
             return [SendMessage(sender, self._failure)]
         if member is not None:
-            return [SendMessage(sender, _rank_taken(message, member))]
+            return [SendMessage(sender, rank_taken(message, member))]
         return self._admit(Member(sender, message, deadline=now + message.patience_s), now)
 
     def _may_come_back(self, member: Member, message: Join) -> bool:
@@ -300,13 +300,18 @@ class Membership(Machine):
         return Table(self._peers(), self._nonce)
 
     def _peers(self) -> list[Peer]:
-        members = [self._members[rank] for rank in range(self.world_size)]
+        members = [self._members[rank] for rank in sorted(self._members)]
         return [
             Peer(join.rank, join.local_rank, join.host, join.address, join.pid, join.pid_namespace, generation)
             for join, generation in ((member.join, member.generation) for member in members)
         ]
 
     # Rules
+
+    @property
+    def _num_ranks(self) -> int:
+        """How many ranks there may be."""
+        return self.world_size
 
     def _problem_with(self, message: Join) -> Refused | None:
         who = f"rank {message.rank} (pid {message.pid} on host {host_name(message.host)})"
@@ -318,11 +323,11 @@ class Membership(Machine):
                 "Start every worker with the same world size (--nodes times -n), or give each job a rendezvous port "
                 "of its own.",
             )
-        if not 0 <= message.rank < self.world_size:
+        if not 0 <= message.rank < self._num_ranks:
             return Refused(
                 "configuration",
                 f"{who} asks for a rank that does not exist: a job of {self.world_size} has ranks 0 to "
-                f"{self.world_size - 1}.\n"
+                f"{self._num_ranks - 1}.\n"
                 "Check --node and -n, or the variables your launcher sets.",
             )
         if message.encrypted != self._encrypted:
@@ -378,7 +383,7 @@ def _problem_with_address(who: str, address: str) -> Refused | None:
     return Refused("configuration", f"{who} published the address {address!r}: {why}. Publish IP:PORT of a bound port.")
 
 
-def _rank_taken(message: Join, member: Member) -> Refused:
+def rank_taken(message: Join, member: Member) -> Refused:
     rank = message.rank
     state = "has already left the job" if member.left else "is in the job"
     return Refused(

@@ -41,7 +41,7 @@ class NodeServers:
         assert self.meet_at is not None
         return JoiningServer(
             number=number, num_servers=plan.num_servers, num_workers=plan.world_size, rendezvous=self.meet_at, secret=plan.secret,
-            encrypt=launch_plan.encrypted(plan, self._environ),
+            encrypt=launch_plan.encrypted(plan, self._environ), trace=None if plan.trace is None else str(plan.trace),
         )  # fmt: skip
 
     def commands(self) -> Iterator[tuple[str, list[str], dict[str, str]]]:
@@ -73,10 +73,10 @@ def servers_meet_at(plan: RunPlan) -> str | None:
     """Where the workers and the servers of this job meet: on rank 0's host, which is node 0. None: it has no servers."""
     if not plan.num_servers:
         return None
-    if plan.rendezvous is None or plan.nodes == 1:
+    if plan.rendezvous is None:
         return hosts.join_address(LOOPBACK, launch_plan.free_port())
     host, port = plan.rendezvous
-    return hosts.join_address(host, port + 2 if port < 65534 else port - 2)
+    return hosts.join_address(LOOPBACK if plan.nodes == 1 else host, port + 2 if port < 65534 else port - 2)
 
 
 def server_environment(plan: RunPlan, environ: Mapping[str, str]) -> dict[str, str]:

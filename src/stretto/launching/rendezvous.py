@@ -47,7 +47,7 @@ from stretto.launching.peers import ranks_text
 from stretto.timeouts import Timeouts
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 POLL_S = 0.05
 MAX_BYTES = 4096  # of what others left for us to read
@@ -60,7 +60,7 @@ def find_rendezvous(launch: Launch, timeouts: Timeouts) -> Launch:
     """Fill in the rendezvous and the secret, starting the coordinator where that is ours to do. Collective: every
     worker of the job calls it, before `local_address` and `introduce`. A job of one and a job of `stretto run` are
     settled already."""
-    if launch.world_size == 1 or launch.launcher == "stretto":
+    if launch.world_size == 1 or launch.launcher in ("stretto", "store"):
         return launch
     if launch.launcher == "torchrun":
         return _through_torch_store(launch, timeouts)
@@ -199,8 +199,8 @@ def _through_torch_store(launch: Launch, timeouts: Timeouts) -> Launch:
     try:
         store = _open_store(launch, timeouts)
         if launch.rank == 0:
-            return _publish(launch, store, key, deadline)
-        return _learn(launch, store, key, deadline)
+            return publish(launch, store, key, deadline)
+        return learn(launch, store, key, deadline)
     except RuntimeError as error:  # torch's DistError and its kin
         raise RendezvousError(
             f"rank {launch.rank} cannot use the store at {launch.master} (MASTER_ADDR:MASTER_PORT): "
@@ -223,7 +223,8 @@ def _open_store(launch: Launch, timeouts: Timeouts) -> TCPStore:
     )  # fmt: skip
 
 
-def _publish(launch: Launch, store: TCPStore, key: str, deadline: float) -> Launch:
+def publish(launch: Launch, store: Store, key: str, deadline: float) -> Launch:
+    """Start the coordinator, and say in the store where it is. On rank 0."""
     secret = launch.secret or secrets.generate()
     if launch.secret is None and not _store_may_carry_secret(launch):
         _write_secret(launch, secret)  # detect() has made sure that this is one host
@@ -236,7 +237,7 @@ def _publish(launch: Launch, store: TCPStore, key: str, deadline: float) -> Laun
     return dataclasses.replace(launch, rendezvous=rendezvous, secret=secret)
 
 
-def _wait_for_readers(launch: Launch, store: TCPStore, key: str, deadline: float) -> None:
+def _wait_for_readers(launch: Launch, store: Store, key: str, deadline: float) -> None:
     """A store that rank 0 serves must stay until the last worker has read it."""
 
     def missing() -> list[int]:
@@ -251,7 +252,7 @@ def _wait_for_readers(launch: Launch, store: TCPStore, key: str, deadline: float
         )
 
 
-def _learn(launch: Launch, store: TCPStore, key: str, deadline: float) -> Launch:
+def learn(launch: Launch, store: Store, key: str, deadline: float) -> Launch:
     """Wait until rank 0 has said where its coordinator listens.
 
     torch's store has no way to ask how long a value is or to read a part of it, so whoever can write to it can make us read a
@@ -307,15 +308,16 @@ def _poll(attempt: Callable[[], T | None], deadline: float) -> T | None:
 
 
 def start_coordinator(
-    bind: str, world_size: int, secret: bytes, encrypted: bool, deadline: float, *, outlives: bool = False
+    bind: str, world_size: int, secret: bytes, encrypted: bool, deadline: float, *, outlives: bool = False, room: int = 0
 ) -> str:
     """Start the coordinator as a child of this process and return the address at which it listens.
 
-    `outlives`: it goes on when this process dies, for as long as somebody watches (`lasting_membership.py`)."""
+    `outlives`: it goes on when this process dies, for as long as somebody watches (`lasting_membership.py`), and there is `room`
+    for so many members that join later."""
     if outlives:
         process, address = coordinator_process.start(
             bind, world_size, secret, os.environ, encrypted=encrypted, deadline=deadline,
-            options=["--lasting-without-parent"],
+            options=["--lasting-without-parent", "--room", str(room)],
         )  # fmt: skip
         threading.Thread(target=process.wait, name="stretto-coordinator", daemon=True).start()
         return address

@@ -8,6 +8,9 @@ its own, in which the workers keep their ranks and the servers have P to P+S-1. 
 workers, so HOST is rank 0's host, and a server may be there before it. Everybody is waited for, as workers are: for
 `Timeouts.meet_s`; then all are told who has not come.
 
+A server that is added later (`stretto serve --add`) has a number from S on, and so a rank from P+S on. It joins when the job has
+formed, as one that comes back does (`lasting_membership.py`). There is room for `MOST_ADDED` of them.
+
 Workers and servers know the same three things: how many of each there are, where they meet, and the job's secret. Where the
 rendezvous is a loopback address all are on one host, and publish that address.
 """
@@ -34,6 +37,7 @@ from stretto.launching.rendezvous import start_coordinator
 from stretto.timeouts import Timeouts
 
 PURPOSE = "dedicated servers"  # of the secret that is made of the job's
+MOST_ADDED = 64  # servers beyond those that a job began with
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,9 @@ class JoiningServer:
     encrypt: bool
     interface: str | None = None
     ledger: str | None = None  # as `Launch.ledger`
+    trace: str | None = None  # the folder for its trace file, absolute
     life: int = 0  # how often it has died before
+    added: bool = False  # to a job that runs, or will
 
     def __post_init__(self) -> None:
         if self.num_workers < 2:
@@ -56,10 +62,18 @@ class JoiningServer:
                 f"--workers {self.num_workers}: servers add up the gradients of several workers. Say how many the job has in "
                 f"all, for instance --workers 4."
             )
-        if not 0 <= self.number < self.num_servers:
+        if self.added and not 1 <= self.num_servers <= self.number < self.num_servers + MOST_ADDED:
+            first = max(1, self.num_servers)
+            raise ConfigurationError(
+                f"--add with --number {self.number} and --servers {self.num_servers}: --servers is how many the job began with, "
+                f"and those that are added have the numbers after these.\n"
+                f"Write --servers {first} and a --number from {first} to {first + MOST_ADDED - 1} that no other server has."
+            )
+        if not self.added and not 0 <= self.number < self.num_servers:
             raise ConfigurationError(
                 f"--number {self.number} with --servers {self.num_servers}: servers are counted from 0. "
-                f"Write --servers {max(1, self.num_servers)} and a --number from 0 to {max(0, self.num_servers - 1)}."
+                f"Write --servers {max(1, self.num_servers)} and a --number from 0 to {max(0, self.num_servers - 1)}; or --add, "
+                f"for a server beyond those that the job begins with."
             )
 
     @property
@@ -79,6 +93,8 @@ class JoiningServer:
             "--workers", str(self.num_workers),
             "--servers", str(self.num_servers),
             "--number", str(self.number),
+            *(["--add"] if self.added else []),
+            *([] if self.trace is None else ["--trace", self.trace]),
             "--encrypt" if self.encrypt else "--no-encrypt",
         ]  # fmt: skip
 
@@ -97,6 +113,8 @@ def joining_server(
     secret_file: Path | None,
     encrypt: bool | None,
     life: int = 0,
+    added: bool = False,
+    trace: str | None = None,
 ) -> JoiningServer:
     """What `stretto serve` was asked for, checked."""
     try:
@@ -116,7 +134,7 @@ def joining_server(
         number=number, num_servers=num_servers, num_workers=num_workers, rendezvous=rendezvous, secret=secret,
         encrypt=switch(environ, "STRETTO_ENCRYPT", default=not is_loopback(host)) if encrypt is None else encrypt,
         interface=environ.get("STRETTO_INTERFACE") or None, ledger=environ.get("STRETTO_LEDGER") or None,
-        life=life,
+        life=life, added=added, trace=trace,
     )  # fmt: skip
 
 
@@ -137,7 +155,8 @@ def open_rendezvous(launch: Launch, timeouts: Timeouts) -> None:
     # The name may mean a loopback address on its own host, so it listens on all; the door is shut to strangers anyway.
     bind = host if launch.one_host else ("::" if ":" in host else "0.0.0.0")
     deadline = time.monotonic() + timeouts.connect_s
-    start_coordinator(join_address(bind, port), launch.world_size, launch.secret, launch.encrypt, deadline, outlives=True)
+    address = join_address(bind, port)
+    start_coordinator(address, launch.world_size, launch.secret, launch.encrypt, deadline, outlives=True, room=launch.room)
 
 
 def did_not_meet(launch: Launch, error: JobError) -> JobError:
@@ -158,7 +177,7 @@ def _among_all(rank: int, size: int, at: DedicatedServers | JoiningServer, secre
     one_host = is_loopback(split_address(at.rendezvous)[0])
     return Launch(
         rank=rank, world_size=size, local_rank=0, local_world_size=size if one_host else 1, rendezvous=at.rendezvous,
-        secret=secrets.derive(secret, PURPOSE), encrypt=at.encrypt, launcher="stretto", interface=interface,
+        secret=secrets.derive(secret, PURPOSE), encrypt=at.encrypt, launcher="stretto", interface=interface, room=MOST_ADDED,
     )  # fmt: skip
 
 
@@ -168,7 +187,12 @@ def server_timeouts(environ: Mapping[str, str], timeout_s: float | None, meet_s:
     return deadlines({**environ, **{name: f"{seconds:g}" for name, seconds in said.items() if seconds is not None}})
 
 
-def check_restarts(restarts: int, forever: bool) -> None:
+def check_restarts(restarts: int, forever: bool, added: bool = False) -> None:
+    if added and forever:
+        raise ConfigurationError(
+            "--add with --forever: the next job does not know of a server that was added to this one.\nLeave --forever out; or "
+            "leave --add out, and have the next job begin with one server more."
+        )
     if restarts < 0 or (restarts and forever):
         raise ConfigurationError(
             f"--restarts {restarts}{' with --forever' if forever else ''}: a server that dies is started again so often in "

@@ -14,13 +14,15 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from stretto.aggregate.parameter_server.answers import OwnCopies, answer_codecs
 from stretto.aggregate.parameter_server.client import ClientMachine, Enter, Pull, Push, Quit
 from stretto.aggregate.parameter_server.consistency import SyncAnswer
 from stretto.aggregate.parameter_server.head import UpdateRecord
 from stretto.aggregate.parameter_server.layout import RangeLayout, ServedParameter
-from stretto.aggregate.parameter_server.messages import InstallRange, PushGradient, PushTaken
+from stretto.aggregate.parameter_server.messages import DifferenceTo, InstallRange, PullValues, PushGradient, PushTaken
 from stretto.aggregate.parameter_server.server import ServerMachine
 from stretto.collectives.urgency import Urgency
 from stretto.errors import PeerLost
@@ -32,13 +34,13 @@ from stretto.sync.soft_sync import SoftSync
 from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.sync.synchronous import Synchronous
 from stretto.testing.faults import Fault, Kill, Pause
-from stretto.testing.network_model import Exponential, Link, NetworkModel
+from stretto.testing.network_model import ExponentialDelay, Link, NetworkModel
 from stretto.testing.virtual_network import VirtualNetwork
 
 STEPS = 4
 PROGRAMS = 12  # lives of workers that a history has room for
 PLACES = PROGRAMS * STEPS
-MODEL = NetworkModel(Link(latency_s=1e-3, jitter=Exponential(4e-3), loss=0.02, retransmit_s=0.05), detect_s=0.02)
+MODEL = NetworkModel(Link(latency_s=1e-3, jitter=ExponentialDelay(4e-3), loss=0.02, retransmit_s=0.05), detect_s=0.02)
 ENDED_S = 30.0  # by then whatever has begun has ended
 FIRST_SERVER = 100
 
@@ -90,12 +92,18 @@ class Program:
     number: int  # of all programs: it says which places are its own
     clock: int = -1  # steps that it has pushed, from the clock on that it entered with; -1: it has not entered
     began: int = -1
+    found: int = 0  # the lowest version of a range when it began
     versions: dict[int, int] = field(default_factory=dict)  # of the ranges, as it has read them
     pushes: dict[tuple[int, int], Future[PushTaken]] = field(default_factory=dict)  # by range and clock
     ended: bool = False
     quits: Future[Any] | None = None
     dead: bool = False
     error: BaseException | None = None
+    differing: set[int] = field(default_factory=set)  # ranges whose values have been asked for as a difference
+
+    def __post_init__(self) -> None:
+        self.copies = OwnCopies(self.history.answer_codec_of)
+        self.held = [torch.zeros(PLACES) for _ in self.history.layout.ranges]
 
     def start(self) -> None:
         self._when_done([self.history.network.request(self.rank, Enter())], self._entered)
@@ -126,17 +134,33 @@ class Program:
     def _pull(self) -> None:
         self.history.check_that_nobody_is_too_far_ahead(self, asked=True)
         self.values = [np.zeros(PLACES, np.float32) for _ in self.history.layout.ranges]
-        pulls = []
+        pulls: list[Future[Any]] = []
+        self.differing.clear()
         for index, into in enumerate(self.values):
-            newer_than = self.versions.get(index, -1) if isinstance(self.history.sync, BackupWorkers) else -1
-            pull = Pull(index, self.clock, into, newer_than, self.history.some_urgency())
-            pulls.append(self.history.network.request(self.rank, pull))
+            newer_than = self._steps_before_the_last() if isinstance(self.history.sync, BackupWorkers) else -1
+            urgency, difference = self.history.some_urgency(), self.history.some_difference(self, index)
+            memory = into if difference is None else None
+            pull = Pull(index, self.clock, memory, newer_than, urgency, difference)
+            answer = self.history.network.request(self.rank, pull)
+            if difference is not None:
+                self.differing.add(index)
+                answer = self.copies.into(self.history.layout.ranges[index], answer, self.held[index], difference.draw)
+            pulls.append(answer)
         self._when_done(pulls, self._pulled)
+
+    def _steps_before_the_last(self) -> int:
+        """Counted from the lowest version that it found when it entered, as workers do (`stepping.py`)."""
+        return -1 if self.clock == self.began else self.found + self.clock - self.began - 1
 
     def _pulled(self) -> None:
         for index, future in enumerate(self.waits_for):
             self.versions[index] = future.result().version
+            if index in self.differing:
+                self.values[index] = self.held[index].numpy().copy()
+                self.history.kinds["difference" if future.result().since is not None else "whole"] += 1
             self.history.check_what_was_read(self, index, self.values[index])
+        if self.clock == self.began:
+            self.found = min(self.versions.values())
         self.history.check_that_nobody_is_too_far_ahead(self)
         self.history.after(self.history.computing_s(self.rank), self, self._push)
 
@@ -176,17 +200,28 @@ class History:
     """See the module's text."""
 
     def __init__(
-        self, seed: int, sync: SyncAnswer | None = None, *, has_faults: bool = True, more_kills: Sequence[Kill] = ()
+        self,
+        seed: int,
+        sync: SyncAnswer | None = None,
+        *,
+        has_faults: bool = True,
+        more_kills: Sequence[Kill] = (),
+        added: int = 0,
     ) -> None:
+        """`added`: so many servers join, whatever else happens."""
         self.chance = chance = Random(seed)
         self.orders = Random(f"order {seed}")  # of requests: half of the histories have one
         self.has_order = self.orders.random() < 0.5
         self.num_workers = chance.choice([1, 2, 3, 4, 7])
         self.num_servers = chance.choice([1, 2, 2, 3, 3, 4])
         self.replicas = chance.choice([0, 1, 1, 1, 2])
+        self.differences = Random(f"difference {seed}")  # half of the histories have them
         some_sync = self._some_sync()
         self.sync = sync or some_sync
         self.layout = RangeLayout([ServedParameter(f"p{i}", PLACES) for i in range(chance.choice([1, 2, 3]))], 4 * PLACES)
+        self.has_differences = self.differences.random() < 0.5 and not isinstance(self.sync, Synchronous)
+        served = [ServedParameter(f"p{each.index}", PLACES) for each in self.layout.ranges]
+        self.answer_codec_of = answer_codecs(self.layout.ranges, served, "Float16()")  # which is exact for small counts
         self.servers = [FIRST_SERVER + number for number in range(self.num_servers)]
         self.workers = list(range(self.num_workers))
         self.faults: list[Fault] = []
@@ -195,6 +230,9 @@ class History:
         if has_faults:
             self._plan_faults()
         self.faults += more_kills
+        times = Random(f"added {seed}")
+        self.added = [FIRST_SERVER + 20 + number for number in range(added)]
+        self.comebacks += [(times.uniform(0.01, 0.15), rank) for rank in self.added]
         self.network = VirtualNetwork(seed=seed, model=MODEL, faults=self.faults, reliable=True)
         self.machines: dict[int, ServerMachine] = {}
         self.records: dict[int, list[UpdateRecord]] = {}
@@ -232,6 +270,14 @@ class History:
             return None
         self.kinds["urgency"] += 1
         return Urgency(self.orders.randrange(3), self.orders.choice([1, 4 * PLACES, 8 * PLACES]))
+
+    # -- what is asked for --------------------------------------------------------------------------------------------
+
+    def some_difference(self, program: Program, index: int) -> DifferenceTo | None:
+        """Most of the time; values as a worker without a copy is sent them, sometimes."""
+        if not self.has_differences or self.differences.random() < 0.1:
+            return None
+        return program.copies.wanted(index, program.clock, whole=self.differences.random() < 0.1)
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -282,7 +328,9 @@ class History:
             filled=True,
             life=life,
             lives=self.lives,
+            others=[other for other in self.machines if self.network.is_alive(other)] if life else [],
             on_update=self.records[rank].append,
+            answer_codec_of=self.answer_codec_of,
         )
         send = machine._send
 
@@ -299,13 +347,13 @@ class History:
             program.dead |= program.rank == rank
         machine = ClientMachine(rank, self.layout, servers=self.servers, replicas=self.replicas, life=life, lives=self.lives)
         if self.doubles:
-            self._double_pushes_of(machine)
+            self._double_requests_of(machine)
         self.network.add(rank, machine)
         program = Program(self, rank, len(self.programs))
         self.programs.append(program)
         self.after(0.0, program, program.start)
 
-    def _double_pushes_of(self, machine: ClientMachine) -> None:
+    def _double_requests_of(self, machine: ClientMachine) -> None:
         send = machine._send
 
         def twice(to: int, header: Any, payload: Payload = b"") -> None:
@@ -313,6 +361,8 @@ class History:
             if isinstance(header, PushGradient):
                 self.kinds["push twice"] += 1
                 send(to, header, payload)
+            elif isinstance(header, PullValues) and header.difference is not None:
+                send(to, header, payload)  # the server's idea of the copy moves on, and the second answer is not used
 
         machine._send = twice  # type: ignore[method-assign]
 
@@ -392,6 +442,13 @@ class History:
         dying = {fault.node for fault in self.faults if isinstance(fault, Kill)}
         spared = [moment for moment in self.moments if moment[1] not in dying and len(dying) + 1 < self.num_servers]
         return [Kill(rank, at_s=at_s + 1e-9) for at_s, rank in self.chance.sample(spared, min(1, len(spared)))]
+
+    def kill_while_ranges_move_to_what_was_added(self) -> list[Kill]:
+        """Of a server that has just told an added one of a range, or was told by it; or of the added one."""
+        told = [
+            pair for pair in zip(self.moments[::2], self.moments[1::2], strict=True) if {each[1] for each in pair} & {*self.added}
+        ]
+        return [Kill(rank, at_s=at_s + 1e-9) for at_s, rank in self.chance.sample([each for pair in told for each in pair], 1)]
 
     def _check_heads_and_go_on(self) -> bool:
         if self.failures:

@@ -15,6 +15,7 @@ from stretto.aggregate.parameter_server.messages import (
     NotHead,
     PullValues,
     PushGradient,
+    PushReceived,
     RangeChain,
     RangeExported,
     RangeQuery,
@@ -132,6 +133,8 @@ def test_all_requests_of_a_range_go_to_the_server_that_has_it_now_in_their_order
     client.ask(Push(0, 1, ZEROS, {}, 0))
     again = client.left(first)
     assert [(each.to, each.header.clock, each.header.attempt) for each in again] == [(second, 0, 2), (second, 1, 2)]
+    for each in again:
+        assert client.hear(second, PushReceived(each.header.receipt)) == []
     assert client.hear(second, NotHead(RangeChain(0, 0, [first, second]), True, 1)) == []  # an answer to another attempt
     assert client.hear(second, NotHead(RangeChain(0, 0, [first, second]), True, 2)) == []
     assert client.ask(Push(0, 2, ZEROS, {}, 0)) == []

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from preloaded import Preloaded
@@ -23,6 +24,7 @@ from stretto.launching.introduction_messages import Ended
 from stretto.launching.launch_plan import RunPlan, make_plan
 from stretto.launching.processes import ProcessReport
 from stretto.launching.server_meeting import JoiningServer, check_restarts, joining_server, launch_of_worker, open_rendezvous
+from stretto.observe.trace import TraceFile
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
 
@@ -77,6 +79,10 @@ print("pids", *descendants(os.getppid()))
 )
 
 
+def trace_file(folder: Path, name: str) -> TraceFile:
+    return msgspec.json.decode((folder / name).read_bytes(), type=TraceFile)
+
+
 def pids_in(said: str) -> list[int]:
     return [int(word) for line in said.splitlines() if "pids" in line for word in line.split("pids")[1].split()]
 
@@ -86,8 +92,13 @@ def test_a_job_with_servers_uses_them_beside_others_if_asked_to_and_leaves_no_pr
     tmp_path: Path, preloaded: Preloaded
 ) -> None:
     (tmp_path / "train.py").write_text(TWO_KINDS)
-    done = preloaded.shell("stretto run -n 2 --servers 2 train.py", folder=tmp_path)
+    done = preloaded.shell("stretto run -n 2 --servers 2 --trace traces train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    servers = [trace_file(tmp_path / "traces", f"trace-server{number}.json") for number in range(2)]
+    assert {each.otherData.run for each in servers} == {trace_file(tmp_path / "traces", "trace-rank0.json").otherData.run}
+    for number, each in enumerate(servers):
+        assert each.otherData.server == number and each.otherData.rank == 2 + number
+        assert any(event.cat == "reduce" for event in each.traceEvents) and abs(each.otherData.clock_offset_ns) < 10**9
     assert "shards=3): this job was started with 2 servers" in done.stdout
     pids = pids_in(done.stdout)
     assert len(pids) >= 5 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -186,6 +197,8 @@ def test_servers_that_are_killed_one_after_the_other_come_back_and_lose_nothing(
 def test_restarts_that_cannot_be_are_refused(restarts: int, forever: bool) -> None:
     with pytest.raises(ConfigurationError, match=f"--restarts {restarts}"):
         check_restarts(restarts, forever)
+    with pytest.raises(ConfigurationError, match="--add with --forever"):
+        check_restarts(0, forever=True, added=True)
 
 
 @pytest.mark.slow
@@ -244,7 +257,8 @@ def test_workers_that_come_later_are_told_of_a_server_that_has_ended(monkeypatch
             address = f"127.0.0.1:{listens.getsockname()[1]}"
             with pytest.raises(JobError, match=r"Rank 2 of 3 \(pid 4711 .*was killed by SIGKILL"):
                 introduce.introduce(worker, address, timeouts)
-        assert told.get(timeout=10) is True
+        while not told.get(timeout=10):  # what was under way when the place to meet opened had come too early, too
+            pass
     finally:
         servers.close()
 
@@ -311,6 +325,10 @@ def test_a_server_and_the_workers_derive_the_same_place() -> None:
     worker = launch_of_worker(detect(WORKER | {"STRETTO_SERVERS": "2@node0:29500"}))
     assert (server.rank, server.launch.secret, server.launch.world_size) == (5, worker.secret, worker.world_size)
     assert SECRET not in repr(server) and SECRET not in " ".join(server.command())
+    added = JoiningServer(
+        number=2, num_servers=2, num_workers=4, rendezvous="node0:29500", secret=bytes.fromhex(SECRET), encrypt=True, added=True
+    )
+    assert (added.rank, added.launch.secret, added.launch.world_size) == (6, worker.secret, 6) and "--add" in added.command()
 
 
 @pytest.mark.parametrize("text", ["2", "node0:29500", "0@node0:29500", "x@node0:29500", "2@node0", "2@node0:0"])
@@ -343,6 +361,8 @@ def test_workers_and_servers_are_counted_node_by_node(tmp_path: Path) -> None:
     assert [plans[0].node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 1, 3]
     assert len({node_servers.servers_meet_at(each) for each in plans}) == 1
     assert list(plan(**nodes, node=2, servers=2).my_servers) == [4, 5]
+    alone = plan(servers=1, rendezvous="node0:29400", secret_file=tmp_path / "job.secret")
+    assert node_servers.servers_meet_at(alone) == "127.0.0.1:29402", "where another one can be added"
 
 
 @pytest.mark.parametrize(
@@ -366,6 +386,12 @@ def test_counts_that_cannot_be_are_refused(asked: dict[str, object], said: str) 
         plan(**asked)
 
 
+def test_workers_alone_are_started_again_though_a_node_has_servers_only(tmp_path: Path) -> None:
+    shared: dict[str, object] = {"nodes": 2, "rendezvous": with_secret(tmp_path), "secret_file": tmp_path / "job.secret"}
+    shared |= {"workers": "2,0", "servers": "0,1"}
+    assert plan(**shared, node=0, max_restarts=1, min_workers=1).goes_on and not plan(**shared, node=1).goes_on
+
+
 def test_a_job_has_the_servers_of_its_launcher_or_of_somebody_else() -> None:
     with pytest.raises(ConfigurationError, match="--servers with STRETTO_SERVERS='1@a:1'"):
         node_servers.check_environment(plan(servers=2), {"STRETTO_SERVERS": "1@a:1"}, Path("job.secret"))
@@ -385,7 +411,10 @@ def test_a_job_whose_servers_are_elsewhere_is_encrypted_though_it_has_one_node()
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"number": 2}, "--number 2 with --servers 2"),
+        ({"number": 2}, "--number 2 with --servers 2.*or --add"),
+        ({"number": 1, "added": True}, r"--add with --number 1 and --servers 2(.|\n)*a --number from 2 to 65"),
+        ({"number": 66, "added": True}, "--add with --number 66"),
+        ({"number": 0, "num_servers": 0, "added": True}, "--add with --number 0 and --servers 0"),
         ({"num_workers": 1}, "--workers 1"),
         ({"rendezvous": "node0"}, "--rendezvous node0: it is not of the form HOST:PORT"),
         ({"rendezvous": "node0:0"}, "--rendezvous node0:0: the workers could not know"),

@@ -16,11 +16,14 @@ from engine.worker import remembered
 from stretto.aggregate.parameter_server import ParameterServer
 from stretto.aggregate.parameter_server.messages import PushGradient, ValuesPulled
 from stretto.aggregate.parameter_server.server import ServerMachine
+from stretto.aggregate.parameter_server.training import SynchronousServers
+from stretto.compress.by_parameter import ByParameter
 from stretto.compress.codec import Codec, Compression
 from stretto.compress.error_feedback import RESIDUAL, ErrorFeedback
 from stretto.compress.float16 import Float16
 from stretto.compress.int8 import Int8
 from stretto.compress.layout import Layout
+from stretto.compress.none import NoCompression
 from stretto.compress.one_bit import OneBit
 from stretto.compress.sign import Sign
 from stretto.compress.state import SERVER
@@ -28,6 +31,7 @@ from stretto.compress.top_k import TopK
 from stretto.distributing import distribute, engine_of
 from stretto.errors import BackwardFailed
 from stretto.job import Job
+from stretto.plan.profile import TransferCost
 from stretto.schedule.priority import Priority
 from stretto.strategy import Strategy
 from stretto.sync.stale_synchronous import StaleSynchronous
@@ -65,6 +69,40 @@ def test_bytes_up_and_down_are_those_of_the_formula(compression: Compression, mo
     assert isinstance(codec, Codec)
     blocks = codec.blocks(Layout.of((name, p.shape) for name, p in mlp().named_parameters()))
     assert moved == {direction: 6 * 2 * (codec.num_bytes(blocks) or 0) for direction in ("up", "down")}
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        NoCompression(),
+        ErrorFeedback(Sign(block=64)),
+        ErrorFeedback(TopK(0.1)),
+        ByParameter(("0.*", NoCompression()), ("*", Int8())),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_plan_counts_the_bytes_that_are_pushed_and_pulled(
+    size: int, compression: Compression, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured cost is of bytes that are pushed and pulled as they are; here one second for each."""
+    monkeypatch.setattr(SynchronousServers, "_measure", lambda *_: TransferCost(start_s=0.0, per_byte_s=1.0, hops=2))
+
+    def work(job: Job) -> tuple[float, float]:
+        model, optimizer = started(job, on_servers(compression, schedule=Priority()))
+        for step in range(6):
+            take_step(job, model, optimizer, step)
+        model.state_dict()  # waits for what is under way
+        profile = engine_of(model).training.profile
+        assert profile is not None
+        moved = sum(n for (kind, _), n in job.ledger.sent.items() if kind == "push")
+        moved += sum(n for (kind, _), n in job.ledger.received.items() if kind == "pull")
+        as_they_are = 2 * sum(parameter.nbytes for parameter in model.parameters())
+        return profile.cost.per_byte_s, moved / 6 / as_they_are
+
+    for planned, counted in run_jobs(size, work):
+        assert planned == pytest.approx(counted, rel=0.02)
+        assert counted < 0.9 or compression.lossless
 
 
 @pytest.mark.parametrize("killed", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2))])

@@ -41,6 +41,7 @@ from stretto.aggregate.parameter_server.shard_optimizer import OptimizerSpec
 from stretto.compress.by_parameter import ByParameter
 from stretto.compress.codec import Codec, Compression
 from stretto.compress.dynamic8 import Dynamic8
+from stretto.compress.e3m0 import E3M0
 from stretto.compress.ef21 import EF21
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.exchange import keys_of_reply
@@ -62,12 +63,12 @@ from stretto.errors import ConfigurationError, MalformedPayload
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.synchronous import Synchronous
 from stretto.testing.faults import Kill, Pause
-from stretto.testing.network_model import Exponential, Link, NetworkModel
+from stretto.testing.network_model import ExponentialDelay, Link, NetworkModel
 from stretto.testing.virtual_network import VirtualNetwork
 
 CODECS: list[Codec] = [
-    Float16(), Int8(block=8), Dynamic8(block=8), QSGD(bucket=8), TernGrad(block=8), OneBit(), Sign(block=8), TopK(0.2),
-    RandomK(0.2), RandomK(0.2, scaled=True), Threshold(0.5),
+    Float16(), Int8(block=8), Dynamic8(block=8), E3M0(block=8), QSGD(bucket=8), TernGrad(block=8), OneBit(), Sign(block=8),
+    TopK(0.2), RandomK(0.2), RandomK(0.2, scaled=True), Threshold(0.5),
 ]  # fmt: skip
 SHAPES = {"matrix": (6, 8), "bias": (5,), "last": (7,)}
 
@@ -377,7 +378,7 @@ def test_what_was_exported_goes_on_with_the_same_bytes_and_nothing_else_is_taken
 # -- with faults ------------------------------------------------------------------------------------------------------
 
 ROUNDS = 5
-MODEL = NetworkModel(Link(latency_s=1e-3, jitter=Exponential(4e-3), loss=0.02, retransmit_s=0.05), detect_s=0.02)
+MODEL = NetworkModel(Link(latency_s=1e-3, jitter=ExponentialDelay(4e-3), loss=0.02, retransmit_s=0.05), detect_s=0.02)
 SERVERS = [10, 11, 12]
 
 

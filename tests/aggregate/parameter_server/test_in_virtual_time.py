@@ -12,16 +12,20 @@ from typing import Any
 import pytest
 
 from aggregate.parameter_server.history import STEPS, History
+from stretto.aggregate.parameter_server.answers import SentCopies, WrittenAnswer
 from stretto.aggregate.parameter_server.chains import Chains, Holding
 from stretto.aggregate.parameter_server.consistency import BoundedStaleness, ConsistencyRule, SyncAnswer
 from stretto.aggregate.parameter_server.head import RangeHead
+from stretto.aggregate.parameter_server.messages import DifferenceTo
 from stretto.aggregate.parameter_server.server import ServerMachine
 from stretto.errors import StrettoError
+from stretto.protocol.machine import Payload
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.backup_workers import BackupWorkers
 from stretto.sync.soft_sync import SoftSync
 from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.sync.synchronous import Synchronous
+from stretto.testing.faults import Kill
 
 SLOW = [
     pytest.param(range(begin, begin + 1940), marks=[pytest.mark.slow, pytest.mark.timeout(900)])
@@ -29,7 +33,7 @@ SLOW = [
 ]
 SEEDS = pytest.mark.parametrize("seeds", [range(300), *SLOW], ids=str)  # 10,000 in all
 KINDS = {"Kill", "Pause", "loss", "push twice", "killed in the middle", "lost"}
-KINDS |= {"urgency", "server comes back", "server joins", "worker comes back", "worker joins"}
+KINDS |= {"urgency", "difference", "whole", "server comes back", "server joins", "worker comes back", "worker joins"}
 
 
 def run(seed: int, **settings: Any) -> History:
@@ -52,6 +56,23 @@ def test_nothing_acknowledged_is_lost_or_applied_twice_nobody_is_too_far_ahead_a
             run(seed, more_kills=kills)
             fired["killed in the middle"] += 1
     assert fired.keys() == KINDS and min(fired.values()) > len(seeds) / 20, fired
+
+
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 1000), marks=[pytest.mark.slow])], ids=str)
+def test_servers_that_are_added_take_ranges_over_though_servers_die_while_these_move(seeds: range) -> None:
+    moved, killed = 0, 0
+    for seed in seeds:
+        history = run(seed, has_faults=False, added=1 + seed % 2)
+        moved += sum(len(history.machines[rank].served()) for rank in history.added)
+        if history.moments:
+            again = run(seed, has_faults=False, added=1 + seed % 2, more_kills=history.kill_while_ranges_move_to_what_was_added())
+            killed += again.seen()["Kill"]
+    assert moved > len(seeds) / 5 and killed > len(seeds) / 5, (moved, killed)
+
+
+def test_a_refusal_that_comes_after_word_of_a_later_chain_holds_up_nothing() -> None:
+    """Another server tells a worker of the chain before its first server, which had turned the worker away, says so itself."""
+    run(871, has_faults=False, added=2, more_kills=[Kill(node=120, at_s=0.13465066489565275)])
 
 
 # -- equal to each other ----------------------------------------------------------------------------------------------
@@ -156,6 +177,14 @@ def takes_the_rest(self: ServerMachine, source: int, request: Any, payload: memo
         holding.head.take(source, request, payload)
 
 
+def compares_no_names(self: SentCopies, worker: int, asked: DifferenceTo, values: Payload) -> WrittenAnswer:
+    """A server that takes what it has sent last for what the worker has."""
+    known = self._copies.get(worker)
+    answer = ANSWER(self, worker, asked if known is None else asked._replace(copy=known[0]), values)
+    return answer if answer.since is None else answer._replace(since=asked.copy)
+
+
+ANSWER = SentCopies.answer
 BROKEN: list[tuple[type, str, Callable[..., Any]]] = [
     (Chains, "_release", answers_at_once),
     (Chains, "_log", passes_nothing_on),
@@ -163,6 +192,7 @@ BROKEN: list[tuple[type, str, Callable[..., Any]]] = [
     (RangeHead, "_push", takes_everything),
     (ServerMachine, "_serve", takes_the_rest),
     (BoundedStaleness, "may_read", never_waits),
+    (SentCopies, "answer", compares_no_names),
 ]
 
 

@@ -43,7 +43,7 @@ from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.sync.synchronous import Synchronous
 from stretto.testing.faults import Kill
-from stretto.testing.network_model import Exponential, Link, NetworkModel
+from stretto.testing.network_model import ExponentialDelay, Link, NetworkModel
 from stretto.testing.virtual_network import VirtualNetwork
 
 RIGHT = PushGradient(LAYOUT.digest, 3, 1, 0, 1, 1, 1.0, {"lr": 0.1})
@@ -278,7 +278,7 @@ class Servers:
     """Servers without workers, in virtual time."""
 
     def __init__(self, ranks: list[int], replicas: int, *faults: Kill) -> None:
-        link = Link(latency_s=1e-3, jitter=Exponential(2e-3))
+        link = Link(latency_s=1e-3, jitter=ExponentialDelay(2e-3))
         self.network = VirtualNetwork(seed=1, model=NetworkModel(link, detect_s=0.02), faults=faults, reliable=True)
         self.ranks, self.replicas = ranks, replicas
         self.machines: dict[int, ServerMachine] = {}

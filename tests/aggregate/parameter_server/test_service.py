@@ -17,6 +17,7 @@ from stretto.aggregate.parameter_server.service import (
     EndService,
     FindServices,
     ServedModel,
+    ServerIsReady,
     ServiceBegun,
     ServiceClient,
     ServiceHost,
@@ -86,7 +87,8 @@ def test_an_answer_to_sync_comes_out_of_bytes_as_it_was(sync: Any) -> None:
 
 
 def test_all_answers_to_sync_are_known_to_servers() -> None:
-    assert {kind.__name__ for kind in ANSWERS["sync"]} == set(KNOWN) == {type(sync).__name__ for sync in SYNCS}
+    of_servers = {kind.__name__ for kind in ANSWERS["sync"]} - {"LocalSGD"}
+    assert of_servers == set(KNOWN) == {type(sync).__name__ for sync in SYNCS}
 
 
 @pytest.mark.parametrize(
@@ -180,9 +182,11 @@ def test_a_server_that_comes_later_asks_what_is_served_and_joins_those_that_serv
     first, later = Host(), Latecomer()
     model = ServedModel([ServedParameter("w", 4)], [8, 9], [0, 1], 1, 1 << 20, SyncSpec.of(StaleSynchronous(1)), {"": SGD})
     first.host.on_message(0.0, 0, BeginService(2), memoryview(msgspec.msgpack.encode(model)))
-    assert [(action.to, action.header) for action in later.host.on_start(0.0)] == [(8, AskServices())]  # type: ignore[union-attr]
+    begins = [(action.to, action.header) for action in later.host.on_start(0.0)]  # type: ignore[union-attr]
+    assert begins == [(8, AskServices())]
     ((to, answer, payload),) = told(first.host, 9, AskServices())
-    assert to == 9 and told(later.host, 8, answer, payload) == []
+    ready = [(0, ServerIsReady(), b""), (1, ServerIsReady(), b"")]
+    assert to == 9 and told(later.host, 8, answer, payload) == ready, "it knows all that is served"
 
     record = later.machines[2]
     machine = record.machine
@@ -193,13 +197,42 @@ def test_a_server_that_comes_later_asks_what_is_served_and_joins_those_that_serv
     assert later.machines[2] is record
 
 
+def test_a_server_that_was_not_ready_when_a_model_began_is_told_of_it() -> None:
+    """It may have asked what is served just before that."""
+    first, later = Host(), Latecomer()
+    first.host.on_view(0.0, [1, 7], [], 6)
+    model = ServedModel([ServedParameter("w", 4)], [9], [0, 1], 0, 1 << 20, SyncSpec.of(StaleSynchronous(1)), {"": SGD})
+    body = msgspec.msgpack.encode(model)
+    (begun, (to, answer, payload)) = told(first.host, 0, BeginService(2), body)
+    assert begun[:2] == (0, ServiceBegun(2, "")) and to == 7, "worker 1 has come back and is no server"
+    assert told(later.host, 7, answer, payload) == [] and not later.machines, "one that it does not know of"
+    later.host.on_view(0.0, [7], [], 6)
+    assert told(later.host, 7, answer, payload) == [] and list(later.machines) == [2]
+    assert len(list(later.host.on_view(0.0, [], [8], 6))) == 2, "whom it has asked has died: it is ready"
+
+    with_it = msgspec.structs.replace(model, servers=[7, 9])
+    assert [to for to, _, _ in told(first.host, 0, BeginService(3), msgspec.msgpack.encode(with_it))] == [0]
+    first.host.on_view(0.0, [], [7], 6)
+    assert [to for to, _, _ in told(first.host, 0, BeginService(4), body)] == [0]
+
+
+def test_a_worker_takes_a_server_that_comes_later_for_ready_when_it_says_so() -> None:
+    client = ServiceClient([8])
+    client.on_view(0.0, [9], [], 1)
+    assert client.ready == {8}
+    client.on_message(0.0, 9, ServerIsReady(), memoryview(b""))
+    assert client.ready == {8, 9}
+    client.on_view(0.0, [], [8], 1)
+    assert client.ready == {9}
+
+
 @pytest.mark.parametrize(
     ("lengths", "payload"), [([5], b"1234"), ([-1, 5], b"1234"), ([4], b"1234"), ([], b"1234"), ([2, 2], b"1234")]
 )
 def test_an_account_of_services_that_cannot_be_read_starts_nothing(lengths: list[int], payload: bytes) -> None:
     later = Latecomer()
-    assert told(later.host, 8, ServicesAre([2], lengths), payload) == []
     assert told(later.host, 0, ServicesAre([2], lengths), payload) == [], "a worker has nothing to say about it"
+    assert [header for _, header, _ in told(later.host, 8, ServicesAre([2], lengths), payload)] == [ServerIsReady()] * 2
     assert not later.machines
 
 
@@ -214,6 +247,16 @@ def test_a_worker_that_comes_back_counts_among_those_that_need_the_model() -> No
     host.host.on_view(0.0, [], [0], 3)
     assert not host.left_alone
     host.host.on_message(0.0, 1, EndService(2), memoryview(b""))
+    assert not host.machines
+
+
+def test_a_model_is_served_until_all_workers_need_it_no_longer_also_those_that_push_nothing() -> None:
+    """Of a group only the first worker pushes, and each may ask for what the servers have."""
+    host = Host()
+    assert host.begin(msgspec.structs.replace(model_of(Asynchronous(), g=SGD), workers=[0])) == ""
+    host.tell(0, EndService(2))
+    assert list(host.machines) == [2]
+    host.tell(1, EndService(2))
     assert not host.machines
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from aggregate.parameter_server.stepping_worker import adam, mlp, sgd, strategy, train, values_of
 from stretto.aggregate.hierarchy import Hierarchy
 from stretto.aggregate.parameter_server import ParameterServer, snapshot, snapshots
+from stretto.aggregate.parameter_server.network import ServerNetwork
 from stretto.aggregate.parameter_server.snapshot import read_snapshot, write_snapshot
 from stretto.aggregate.parameter_server.snapshot_content import SnapshotEnd, SnapshotHeader
 from stretto.aggregate.parameter_server.snapshots import SnapshotTaker, snapshots_in
@@ -78,6 +79,44 @@ def kill_servers(job: Job, number: int) -> None:
     for server in range(number):
         wire: Any = job.more_wires(f"servers {number}", job.world_size + number)[job.world_size + server]
         wire.kill("on purpose")
+
+
+# -- who takes them ---------------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """What a worker knows of the others."""
+
+    def __init__(self, lost: set[int], came_back: dict[int, int]) -> None:
+        self.lost, self._came_back = dict.fromkeys(lost), came_back
+
+    def joined_in(self, rank: int) -> int:
+        return self._came_back.get(rank, 0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "came_back", "first"),
+    [
+        (set(), {}, 0),
+        ({0}, {}, 1),
+        (set(), {0: 5}, 1),  # those from the beginning go on
+        ({2}, {0: 5, 1: 7}, 0),  # nobody is left of them
+        ({0}, {1: 7, 2: 5}, 1),
+    ],
+)  # fmt: skip
+def test_one_of_the_living_workers_takes_snapshots(lost: set[int], came_back: dict[int, int], first: int) -> None:
+    class Rank:
+        world_size = 3
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+    def takes(rank: int) -> bool:
+        network: Any = ServerNetwork.__new__(ServerNetwork)
+        network._job, network._wire = Rank(rank), Wire(lost, came_back)
+        return bool(network.is_first_worker())
+
+    assert [rank for rank in range(3) if rank not in lost and takes(rank)] == [first]
 
 
 # -- losing all servers -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from stretto.aggregate.parameter_server.round_sum import RoundSum
 from stretto.aggregate.parameter_server.server import ServerMachine
 from stretto.collectives.urgency import Urgency
 from stretto.sync.synchronous import Synchronous
-from stretto.testing.network_model import Exponential, Link, NetworkModel
+from stretto.testing.network_model import ExponentialDelay, Link, NetworkModel
 from stretto.testing.virtual_network import VirtualNetwork
 
 LAYERS, RANGES, RANGE_BYTES, STEPS = 8, 4, 40_000, 3
@@ -80,7 +80,7 @@ class Worker:
 def step_s(workers: int, num_servers: int, credit_bytes: int | None, crosses: bool) -> float:
     """A step where the busiest link takes as long as computation, rho = 1."""
     busiest = LAYERS * RANGES * RANGE_BYTES * max(1.0, workers / num_servers)
-    link = Link(latency_s=1e-3, bytes_per_s=busiest / COMPUTE_S, jitter=Exponential(2e-4))
+    link = Link(latency_s=1e-3, bytes_per_s=busiest / COMPUTE_S, jitter=ExponentialDelay(2e-4))
     network = VirtualNetwork(seed=1, model=NetworkModel(link), reliable=True)
     servers = list(range(100, 100 + num_servers))
     for rank in servers:

@@ -168,6 +168,7 @@ def test_after_an_interrupted_request_its_answer_is_not_taken_for_that_of_the_ne
                 patched.setattr(store, "wait", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     stretto.push("seen", 1.0)
+        job.barrier()  # the module is patched for all ranks, which are threads
         with pytest.raises(StrettoError) as caught:
             stretto.pull("seen")
         stored._service = service

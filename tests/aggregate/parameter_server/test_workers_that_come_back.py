@@ -61,9 +61,11 @@ print("left", flush=True)
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
-def test_rank_0_is_killed_and_comes_back_with_what_the_servers_have(tmp_path: Path, preloaded: Preloaded) -> None:
+@pytest.mark.parametrize("servers", ["", pytest.param("--servers 2", marks=pytest.mark.slow)], ids=["beside", "apart"])
+def test_rank_0_is_killed_and_comes_back_with_what_the_servers_have(servers: str, tmp_path: Path, preloaded: Preloaded) -> None:
     (tmp_path / "comes.py").write_text(COMES_BACK)
-    done = preloaded.shell("stretto run -n 2 --min-workers 1 --max-restarts 2 comes.py", folder=tmp_path, timeout_s=170)
+    run = f"stretto run -n 2 {servers} --min-workers 1 --max-restarts 2 comes.py"
+    done = preloaded.shell(run, folder=tmp_path, timeout_s=170)
 
     assert done.returncode == 0, done.stderr
     (back,) = re.findall(r"\[0\] life ([1-9]\d*) begins at (\d+) of (-?\d+)\.0", done.stdout)
@@ -75,18 +77,86 @@ def test_rank_0_is_killed_and_comes_back_with_what_the_servers_have(tmp_path: Pa
     assert "the job has ended with 1 that came back: rank 0 was killed by SIGKILL" in done.stderr.splitlines()[-1]
 
 
+ALL_COME_BACK = """
+import glob, os, signal, time
+import torch, stretto
+from stretto import ParameterServer, StaleSynchronous, Strategy
+
+job = stretto.init(timeouts=stretto.Timeouts(arrive_s=60.0))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+servers = ParameterServer(shards=2, replicas=1, snapshots="snapshots", every_s=0.2)
+stretto.distribute(model, optimizer, Strategy(aggregate=servers, sync=StaleSynchronous(2)))
+if job.life:
+    open(f"back{job.rank}", "w").close()
+end = time.monotonic() + 60
+
+def step_until(condition):
+    while not condition():
+        assert time.monotonic() < end
+        optimizer.zero_grad()
+        (-sum(parameter.sum() for parameter in model.parameters())).backward()
+        optimizer.step()
+        time.sleep(0.05)
+
+if job.rank == 0 and not job.life:
+    step_until(lambda: glob.glob("snapshots/*.snapshot"))
+    os.kill(os.getpid(), signal.SIGKILL)
+step_until(lambda: os.path.exists("back0"))
+if job.rank == 1 and not job.life:
+    os.kill(os.getpid(), signal.SIGKILL)
+step_until(lambda: os.path.exists("back1"))
+old = set(glob.glob("snapshots/*.snapshot"))
+step_until(lambda: len(set(glob.glob("snapshots/*.snapshot")) - old) == 2)  # whatever was under way is the first of them
+print("life", job.life, "goes on with snapshots", flush=True)
+stretto.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_when_every_worker_has_died_and_come_back_there_are_snapshots_all_the_same(tmp_path: Path, preloaded: Preloaded) -> None:
+    (tmp_path / "comes.py").write_text(ALL_COME_BACK)
+    done = preloaded.shell("stretto run -n 2 --min-workers 1 --max-restarts 2 comes.py", folder=tmp_path, timeout_s=170)
+
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"life [1-9]\d* goes on with snapshots", done.stdout)) == 2, done.stdout
+
+
+def check_return_of_rank_1(strategy: str, num_optimizers: int) -> None:
+    launch = Launch(1, 2, 1, 2, "127.0.0.1:1", bytes(32), False, "stretto")
+    peers = [Peer(rank, rank, "here", "127.0.0.1:1", 1, generation=rank) for rank in range(2)]
+    check_return(Job(launch, peers, None, Timeouts()), parse(strategy), num_optimizers)
+
+
 @pytest.mark.parametrize(
     ("strategy", "num_optimizers", "reason"),
     [
         ("Strategy()", 1, "needs collectives"),
         ("Strategy(aggregate=ParameterServer())", 1, "needs collectives"),
-        ("Strategy(aggregate=ParameterServer(), sync=StaleSynchronous(1), schedule=Tac())", 1, "plans nothing by measured times"),
+        ("Strategy(aggregate=ParameterServer(), schedule=Tac())", 1, "needs collectives"),
         ("Strategy(aggregate=ParameterServer(), sync=StaleSynchronous(1))", 2, "one optimizer with several groups"),
+        ("hogwild()", 1, "with aggregate=SharedMemory.*nobody is let into it later"),
+        ("mxnet_mpi()", 1, "ranks 0, 1 are a group"),
+        ("mxnet_mpi(group_size=2)", 1, "ranks 0, 1 are a group"),
+        ("mxnet_mpi(elastic=Elastic(every=4))", 1, "ranks 0, 1 are a group"),
     ],
-    ids=["all-reduce", "servers that sum", "planned", "two optimizers"],
 )
 def test_what_a_worker_that_has_come_back_cannot_do_is_refused(strategy: str, num_optimizers: int, reason: str) -> None:
-    launch = Launch(1, 2, 1, 2, "127.0.0.1:1", bytes(32), False, "stretto")
-    peers = [Peer(rank, rank, "here", "127.0.0.1:1", 1, generation=rank) for rank in range(2)]
     with pytest.raises(ConfigurationError, match=f"rank 1 has come back to a job(.|\n)*{reason}"):
-        check_return(Job(launch, peers, None, Timeouts()), parse(strategy), num_optimizers)
+        check_return_of_rank_1(strategy, num_optimizers)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "Strategy(aggregate=ParameterServer(), sync=StaleSynchronous(1))",
+        "Strategy(aggregate=ParameterServer(), sync=StaleSynchronous(1), schedule=Tac())",
+        "mxnet_mpi(group_size=1)",
+        "mxnet_mpi(group_size=1, elastic=Elastic(every=4))",
+        "adpsgd()",
+    ],
+)
+def test_a_worker_that_needs_nobody_else_may_come_back(strategy: str) -> None:
+    check_return_of_rank_1(strategy, 1)

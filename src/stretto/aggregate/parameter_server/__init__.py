@@ -10,7 +10,8 @@ The protocol, as machines without input or output (`docs/parameter-server.md` ha
     head            what the first server of a range does: it takes pushes and answers pulls
     chains          the servers of each range: chains that break, are mended, lengthened and handed over
     server          the machine of a server
-    client          the machine of a worker; `routes` is where its requests go, `request_order` when they leave
+    client          the machine of a worker; `routes` is where its requests go, `request_order` when they leave,
+                    `send_window` how many may be under way
     lives           which life of a rank is meant
 
 In a job:
@@ -25,10 +26,11 @@ In a job:
     snapshots       what they have, written to disk while training goes on: who, when and where; `snapshot_content` is what is in
                     a file, and `snapshot_subject` what a worker adds
     server_record   a server's machine with an account of what it does, and client_record a worker's
+    server_trace    what a server has done when, as a file; `server_clock` compares the clock of one that was started apart
     sync_spec       an answer to `sync=` as data
     service         servers are told which models to serve
     network         how servers are started and reached; `process` is one of them, `dedicated` one that was started apart
-    joining         how workers and servers join the network, and let in who comes back; `keeper` starts a server again
+    keeper          starts a server again; how it joins the network, as workers do, is in `lasting_network.py`
 
 The values, which know no protocol:
 
@@ -36,6 +38,7 @@ The values, which know no protocol:
     round_sum       values that are the sum of a round: with `Synchronous` the servers only sum
     encoding        gradients as a codec writes them: which codecs servers know, and how ranges are cut into their blocks
     encoded_sum     the mean of a round as a server writes it, and what that left out
+    answers         values as differences to what a worker has: both sides, and the names of copies
     shard_optimizer optimizers as data
     gradient_sum    gradients that arrive one after the other; `read_only` reads them where the wire has put them
     compensation    gradients corrected for their delay

@@ -242,7 +242,7 @@ class Chains:
         return ranks[place + 1] if place + 1 < len(ranks) else None
 
     def _pass_on(self, holding: Holding) -> None:
-        """To the next one of the path, with a copy if it may not have all that there is."""
+        """Tell the next server of the path, and send a copy along if it may not have every change."""
         following = self._after_me(holding.path)
         if following is None:
             self._end_of_path(holding)

@@ -15,10 +15,10 @@ then on. Ranges may have different ideas of that clock, so entering takes two ro
 own, then all of them set it to the highest.
 
 Pulls wait here while `window_bytes` are asked from the same server, so that a server need not keep the whole model for a worker
-that takes nothing. Pushes do not, unless they have an `urgency`: what has one waits for its turn (`request_order.py`), with as
-many bytes under way as its credit says, and a pull never leaves before the pushes of its range. A pull with an `urgency` does not
-wait here: the server orders its answers. Start the machine with
-`unsent_bytes` of at least the bytes that are pushed to a server in a step.
+that takes nothing. Pushes wait for their turn (`request_order.py`): with an `urgency`, with as many bytes under way as its credit
+says; without one, while there is room in a window for all servers together, which follows the link (`send_window.py`). A pull
+never leaves before the pushes of its range. A pull with an `urgency` does not wait here: the server orders its answers. Start the
+machine with `unsent_bytes` of at least the bytes that are pushed to a server in a step.
 
 Needs what `server.py` needs. A range of which no server lives fails its requests with `PeerLost`, which names its parameters.
 """
@@ -36,6 +36,7 @@ from stretto.aggregate.parameter_server.layout import RangeLayout
 from stretto.aggregate.parameter_server.lives import Lives
 from stretto.aggregate.parameter_server.messages import (
     CodecRound,
+    DifferenceTo,
     EnterRange,
     ExportRange,
     FillValues,
@@ -62,6 +63,8 @@ from stretto.aggregate.parameter_server.messages import (
 )
 from stretto.aggregate.parameter_server.request_order import Lane, QueuedMessage
 from stretto.aggregate.parameter_server.routes import RangeRequest, RequestKey, Route
+from stretto.aggregate.parameter_server.send_window import SendWindow
+from stretto.aggregate.parameter_server.transfer_order import least_bytes_under_way
 from stretto.collectives.urgency import Urgency
 from stretto.errors import ConfigurationError, FrameError, PeerLost, StrettoError, WireError
 from stretto.protocol.machine import Actions, Machine, Payload, Reply, SendMessage
@@ -72,7 +75,7 @@ MAX_NAMES: Final = 10  # of parameters, in an error
 
 class Push(NamedTuple):
     """A gradient of float32 values, or as a codec has `drawn` and written it. The reply is a `PushTaken`. Without an `urgency` it
-    leaves at once."""
+    leaves after those that were made before, servers taking turns."""
 
     range: int
     clock: int
@@ -88,8 +91,9 @@ class Pull(NamedTuple):
     """The values, into writable memory of their size. The reply is a `ValuesPulled`. Where they are encoded, `into` is None, and
     the reply a `PulledPayload`.
 
-    `newer_than`: wait for a version after this one. Backup workers give the version that they have pushed on.
+    `newer_than`: wait for a version after this one. Backup workers give the number of steps before their last (`stepping.py`).
     `urgency`: of the answer, among those that the server has for this worker. Without one it comes as soon as it can.
+    `difference`: the answer may be one (`answers.py`), and is a `PulledPayload`.
     """
 
     range: int
@@ -97,6 +101,7 @@ class Pull(NamedTuple):
     into: Any
     newer_than: int = -1
     urgency: Urgency | None = None
+    difference: DifferenceTo | None = None
 
 
 class PulledPayload(NamedTuple):
@@ -168,9 +173,7 @@ class ClientMachine(Machine):
         lives: Mapping[int, int] | None = None,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        self.rank = rank
-        self.layout = layout
-        self.life = life
+        self.rank, self.layout, self.life = rank, layout, life
         self.lives = Lives(lives or {})
         self._in_window = Urgency(0, window_bytes)  # of what has no urgency, and waits all the same
         self._others = {*servers, *(lives or {})} - {rank}  # that may be servers
@@ -178,7 +181,8 @@ class ClientMachine(Machine):
         ring = HashRing(servers)
         placed = ring.place(layout.ranges)
         self.routes = [Route(index, 0, ring.chain(index, placed[index], replicas + 1)) for index in range(len(layout))]
-        self._pushes, self._pulls = (Lane(patience=2 * len(layout)) for _ in range(2))
+        self._window = SendWindow(least_bytes_under_way(layout.ranges, len(servers)), epoch=len(layout))
+        self._pushes, self._pulls = Lane(2 * len(layout), self._window), Lane(2 * len(layout))
         self._asked: set[int] = set()  # ranges whose pull has been sent, or waits in the lane
         self._pulling: dict[int, int] = {}  # range -> number of its pull, which counts in the window
         self._passage: Passage | None = None  # while this worker enters or quits
@@ -187,23 +191,23 @@ class ClientMachine(Machine):
     # -- events -------------------------------------------------------------------------------------------------------
 
     def on_request(self, now: float, ticket: int, request: Push | Pull | Fill | Export | Enter | Quit) -> Actions:
+        self._window.now = now
         match request:
             case Enter():
                 self._pass(Passage(ticket, enters=True))
             case Quit():
                 self._pass(Passage(ticket, enters=False))
+            case _ if (fault := self._fault_in(request)) is not None:
+                self._actions.append(Reply(ticket, error=ConfigurationError(fault)))
             case _:
-                fault = self._fault_in(request)
-                if fault is None:
-                    self._add(self.routes[request.range], self._request(ticket, request))
-                else:
-                    self._actions.append(Reply(ticket, error=ConfigurationError(fault)))
+                self._add(self.routes[request.range], self._request(ticket, request))
         return self._take_actions()
 
     def on_message(self, now: float, source: int, header: ToClient, payload: memoryview) -> Actions:
+        self._window.now = now
         match header:
             case RangesPlaced(chains):
-                self._heard_of(chains)
+                self._heard_of(source, chains)
             case RangeQuery(index):
                 self._send(source, RangeReport(RangeChain(index, -1, []), False))  # a worker has no ranges
             case NotHead(chain=chain) | RangeReport(chain=chain) if 0 <= chain.range < len(self.layout):
@@ -222,12 +226,12 @@ class ClientMachine(Machine):
         return self._take_actions()
 
     def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
+        self._window.now = now
         self.lives.end(left)
         self._ended |= {rank: self.lives.current(rank) for rank in left}
-        for route in self.routes:
-            for rank in left:
-                route.left(rank)
         for rank in left:
+            for route in self.routes:
+                route.left(rank)
             self._pushes.lose(rank)
             self._pulls.lose(rank)
         self.lives.begin(joined, generation)
@@ -243,13 +247,13 @@ class ClientMachine(Machine):
         return actions
 
     def _let_leave(self, turns: Sequence[QueuedMessage]) -> None:
-        """It is these requests' turn. (One is not sent if its route has changed: then it will be, to another server.)"""
+        """Send these requests, whose turn it is. One whose route has changed meanwhile is left out: it goes to another server."""
         for turn in turns:
             index, clock = turn.key
             route, is_push = self.routes[index], clock >= 0
             request = route.requests.get((PushGradient.__name__ if is_push else PullValues.__name__, clock))
             if request is None or turn.to != route.sent_to:
-                (self._pushes if is_push else self._pulls).sent(turn.number)
+                (self._pushes if is_push else self._pulls).drop(turn.number)
                 continue
             header = msgspec.structs.replace(request.header, attempt=route.attempt)
             if isinstance(header, PushGradient):
@@ -296,8 +300,8 @@ class ClientMachine(Machine):
             case Push(index, clock, payload, options, version, weight, urgency, drawn):
                 push = PushGradient(layout, life, 0, index, clock, version, weight, options, drawn)
                 return RangeRequest(ticket, push, payload, urgency=urgency)
-            case Pull(index, clock, into, newer_than, urgency):
-                pull = PullValues(layout, life, 0, index, clock, newer_than, urgency)
+            case Pull(index, clock, into, newer_than, urgency, difference):
+                pull = PullValues(layout, life, 0, index, clock, newer_than, urgency, difference)
                 memory = None if into is None else memoryview(into).cast("B")
                 return RangeRequest(ticket, pull, b"", memory)
             case Fill(index, payload, exported):
@@ -331,14 +335,14 @@ class ClientMachine(Machine):
                 self._transmit(route, request)
 
     def _transmit(self, route: Route, request: RangeRequest) -> None:
-        """To the server that has the range now; a push with an urgency when its turn has come, and so one behind such a one."""
+        """Send a request to the server that has the range now; a push when its turn has come."""
         assert route.sent_to is not None
         if isinstance(request.header, PullValues):
             self._forget_pull(route.index)
             self._ask(route)
-        elif isinstance(request.header, PushGradient) and (request.urgency is not None or self._pushes.waits(route.index)):
+        elif isinstance(request.header, PushGradient):
             key, num_bytes = (route.index, request.header.clock), memoryview(request.payload).nbytes
-            self._pushes.wait(key, route.sent_to, num_bytes, request.urgency or self._in_window)
+            self._pushes.wait(key, route.sent_to, num_bytes, request.urgency)
         else:
             self._send(route.sent_to, msgspec.structs.replace(request.header, attempt=route.attempt), request.payload)
 
@@ -381,13 +385,13 @@ class ClientMachine(Machine):
         elif isinstance(header, RangeExported):
             exported = Exported(bytes(payload), header.version, header.slowest, header.fastest)
             self._actions.append(Reply(request.ticket, exported))
-        elif isinstance(header, ValuesPulled) and request.into is None:
-            self._actions.append(Reply(request.ticket, PulledPayload(source, header, bytes(payload))))
-        elif request.into is not None and payload.nbytes != request.into.nbytes:
+        elif request.into is None:
+            reply = PulledPayload(source, header, bytes(payload)) if isinstance(header, ValuesPulled) else header
+            self._actions.append(Reply(request.ticket, reply))
+        elif payload.nbytes != request.into.nbytes:
             self._fail(request, FrameError(source, f"{payload.nbytes} bytes of values for range {route.index}"))
         else:
-            if request.into is not None:
-                request.into[:] = payload
+            request.into[:] = payload
             self._actions.append(Reply(request.ticket, header))
 
     def _fail(self, request: RangeRequest, error: StrettoError) -> None:
@@ -432,9 +436,10 @@ class ClientMachine(Machine):
 
     # -- where ranges are ---------------------------------------------------------------------------------------------
 
-    def _heard_of(self, chains: list[RangeChain]) -> None:
+    def _heard_of(self, source: int, chains: list[RangeChain]) -> None:
         for chain in chains:
             if 0 <= chain.range < len(self.layout):
+                self.routes[chain.range].serves_now(source, chain)
                 self.routes[chain.range].heard_of(chain, self.lives)
                 self._dispatch(self.routes[chain.range])
 
@@ -488,7 +493,8 @@ def _answers(header: Any, request: ServedRequest) -> bool:
     """Whether it is an answer to this request, and not a late one to an earlier request of its kind."""
     match header, request:
         case ValuesPulled(), PullValues():
-            return bool(header.clock == request.clock and header.version > request.newer_than)
+            known = header.since is None or (request.difference is not None and header.since == request.difference.copy)
+            return bool(known and header.clock == request.clock and header.version > request.newer_than)
         case RangeEntered(), EnterRange(clock=clock):
             return clock is None or bool(header.clock >= clock)
     return True

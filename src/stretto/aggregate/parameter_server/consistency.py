@@ -9,7 +9,7 @@ a gradient is applied to less the one that it was computed on.
     BoundedStaleness one                             1                    min clock >= c - bound, own clock >= c
     OnArrival        one                             1 or 1/max(tau,1)    own clock >= c
     SoftRounds       max(1, P // n), of anybody      1/max(tau,1)         never
-    FirstOfAll       the first N of this version     1                    there is a version after the one last pushed on
+    FirstOfAll       the first N of this version     1                    there are as many versions as it has taken steps
 
 Clocks count pushes that have come in. Of gradients g with factors f and weights a (`stretto.weight`) the optimizer is given
 

@@ -22,10 +22,11 @@ from typing import Final
 
 import torch
 
-from stretto.aggregate.parameter_server.joining import join_network
 from stretto.aggregate.parameter_server.keeper import NOT_JOINED
 from stretto.aggregate.parameter_server.process import begin_again, serve
+from stretto.aggregate.parameter_server.server_trace import ServerTrace
 from stretto.errors import ConfigurationError, JobError
+from stretto.lasting_network import join_network
 from stretto.launching.coordinator import why_unreachable
 from stretto.launching.ledger_file import write_ledger
 from stretto.launching.server_meeting import JoiningServer
@@ -42,14 +43,15 @@ log = logging.getLogger("stretto.parameter_server")
 def run(server: JoiningServer, timeouts: Timeouts, *, forever: bool, quiet: bool) -> int:
     """Serve one job, or one after the other; the exit code. For the main thread."""
     torch.set_num_threads(1)  # there are as many servers as it takes
-    name = f"stretto serve: server {server.number} of {server.num_servers}"
+    name = f"stretto serve: server {server.number} {'added to' if server.added else 'of'} {server.num_servers}"
 
     def say(text: str) -> None:
         if not quiet:
             print(f"{name} {text}", file=sys.stderr, flush=True)
 
-    if server.life:
+    if server.life or server.added:
         begin_again()
+    if server.life:
         timeouts = dataclasses.replace(timeouts, meet_s=timeouts.connect_s)  # the others are there, or gone
         if (why := _await_others(server.rendezvous)) is not None:
             log.warning("%s has not joined again: at %s nobody lets servers in any more (%s)", name, server.rendezvous, why)
@@ -92,7 +94,7 @@ def _await_job(rendezvous: str) -> None:
 
 def _meet(server: JoiningServer, timeouts: Timeouts) -> Wire:
     together = f"{server.num_workers} workers and {server.num_servers} servers"
-    who = f"server {server.number}, which is rank {server.rank} of the job's {together}"
+    who = f"server {server.number}, which is rank {server.rank} {'beyond' if server.added else 'of'} the job's {together}"
     try:
         return join_network(server.launch, timeouts)
     except ConfigurationError as error:
@@ -104,10 +106,16 @@ def _meet(server: JoiningServer, timeouts: Timeouts) -> Wire:
         raise JobError(f"{who}: {error}\nThe workers need {needed}, the same secret, and to call stretto.init().") from error
 
 
+def _trace_of(server: JoiningServer) -> ServerTrace | None:
+    if server.trace is None:
+        return None
+    return ServerTrace(folder=server.trace, server=server.number, num_workers=server.num_workers)
+
+
 def _serve(wire: Wire, server: JoiningServer, timeouts: Timeouts) -> bool:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        return serve(wire, range(server.num_workers), timeouts, launch=server.launch)
+        return serve(wire, range(server.num_workers), timeouts, _trace_of(server), server.launch)
     finally:
         signal.signal(signal.SIGTERM, before)
         if server.ledger is not None:

@@ -75,6 +75,13 @@ def refusal(compression: Compression, *, steps: bool) -> str | None:
     return f"{compression!r} drives rounds of its own between workers, and servers read what each worker sends by itself"
 
 
+def refusal_of_answers(codec: object) -> str | None:
+    """Why values cannot be sent as differences that it writes (`answers.py`), or None."""
+    if not isinstance(codec, Codec):
+        return "that is no codec by itself; what one leaves out of a difference is in the next one, without error feedback"
+    return codec.no_residual or codec.no_contraction or refusal(codec, steps=True)
+
+
 def read_compression(text: str) -> Compression:
     """What a server is told. Raises `ConfigurationError` for anything that it does not know."""
     compression = READER.read(text)
@@ -119,6 +126,13 @@ def unit_of(compression: Compression, name: str, shape: tuple[int, ...]) -> int:
         return 1
     lengths = writing.codec.blocks(Layout.of([(name, shape)])).lengths
     return int(lengths[0]) if len(lengths) else 1
+
+
+def payload_bytes(compression: Compression, name: str, shape: tuple[int, ...]) -> int:
+    """What a push of this parameter's gradient takes, after a warm-up; as float32 where that depends on the values."""
+    writing = writing_in(compression, MAX_ROUND)
+    found = None if writing is None else writing.codec.num_bytes(writing.codec.blocks(Layout.of([(name, shape)])))
+    return 4 * _size(shape) if found is None else found
 
 
 class RangeBlocks:

@@ -11,6 +11,9 @@ Pushes are idempotent by (worker, life, clock). One that comes again after it wa
 held or gathered is acknowledged when it has been counted. The acknowledgement of a repeated one does not say whether it was
 discarded.
 
+A second gradient of a worker for the same update (backup workers) is discarded together with that update and not before: its
+clock would tell the next server of the chain that the first one, which was only gathered, had been counted too.
+
 What is held, gathered or parked is in this server's memory alone. If it dies, or hands the range over, workers send again what
 was not answered. Gradients of a worker that dies count if they are in: those that were applied, held or gathered, and not one
 that was still on its way.
@@ -33,9 +36,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.aggregate.parameter_server.answers import SentCopies
 from stretto.aggregate.parameter_server.consistency import ConsistencyRule, PullState
 from stretto.aggregate.parameter_server.encoding import RangeEncoding
 from stretto.aggregate.parameter_server.gradient_sum import GradientSum
@@ -96,6 +101,7 @@ class Terms:
     fault_in: Callable[[Options], str | None]  # why options are wrong, before anything is done with them
     on_update: Callable[[UpdateRecord], None]
     encoding_of: Callable[[int], RangeEncoding | None]  # how the gradients of a range come; None: as float32
+    copies_of: Callable[[int], SentCopies | None]  # where values leave as differences to what workers have; None: they do not
 
 
 class RangeQueue(NamedTuple):
@@ -140,10 +146,12 @@ class RangeHead:
         self._held: list[HeldGradient] = []
         self._sum: GradientSum | None = None
         self._gathered: list[Part] = []
+        self._second: list[Part] = []  # of workers that have one gathered: discarded with the update that this one is in
         self._weight = 0.0  # of what is gathered, without the rule's factors
         self._options: Options = {}
         self._drawn: CodecRound | None = None
         self._encoding = terms.encoding_of(parameters.index)
+        self._copies = terms.copies_of(parameters.index)
         self._parked: dict[int, PullValues] = {}  # by worker
         self._answers: list[HeldAnswer] = []
 
@@ -202,6 +210,8 @@ class RangeHead:
                 return f"life {life} of that worker does not count among the workers: it has to enter first"
             if request.clock > self._received[source]:
                 return f"its clock {request.clock} is of the future: {self._received[source]} pushes have come in"
+        if isinstance(request, PullValues) and request.difference is not None and not 0 <= request.difference.draw < MAX_CLOCK:
+            return f"its differences are of round {request.difference.draw}, which there cannot be"
         if isinstance(request, PushGradient) and known is not None:
             if request.clock < known.first:
                 return f"its clock {request.clock} is of the past: the worker has begun with {known.first}"
@@ -259,15 +269,24 @@ class RangeHead:
         if clock < self._received[source]:
             return
         is_taken = self._rule.takes(clock, self._slowest(), push.version_read, self.replica.version)
-        is_taken &= not (self._rule.one_of_each and any(part.worker == source for part in self._gathered))
         self._received[source] = clock + 1
         if not is_taken:
-            self._change(Discarded([Part(source, push.life, clock, push.version_read)]), b"")
-            self._answer(source, PushTaken(index, clock, self.replica.version, False))
+            self._discard([Part(source, push.life, clock, push.version_read)])
+        elif self._rule.one_of_each and any(part.worker == source for part in self._gathered):
+            self._second.append(Part(source, push.life, clock, push.version_read))
         elif self._held or not self._rule.is_due(clock, self._slowest()):
             insort(self._held, HeldGradient(clock, source, push, bytes(payload)), key=lambda held: held[:2])
         else:
             self._gather(source, push, payload)
+
+    def _discard(self, parts: list[Part]) -> None:
+        self._change(Discarded(parts), b"")
+        self._tell(parts, self.replica.version, applied=False)
+
+    def _tell(self, parts: list[Part], version: int, *, applied: bool) -> None:
+        for part in parts:
+            if self._terms.lives.is_current(part.worker, part.life):
+                self._answer(part.worker, PushTaken(self._range.index, part.clock, version, applied))
 
     def _enter(self, worker: int, life: int, clock: int | None) -> None:
         known = self.replica.workers.get(worker)
@@ -293,6 +312,8 @@ class RangeHead:
         if worker in self.replica.workers and self.replica.workers[worker].counts:
             self._change(Retired(worker), b"")
             self._parked.pop(worker, None)
+        if self._copies is not None:
+            self._copies.forget(worker)
 
     def forget(self, worker: int) -> None:
         """It has died: it takes no answers either."""
@@ -360,11 +381,12 @@ class RangeHead:
             self._change(Discarded(parts), b"")
             for part in parts:
                 self._refuse(part.worker, PushGradient.__name__, part.clock, f"the update that it was in failed: {fault}")
-            return
-        self._terms.on_update(UpdateRecord(index, version, parts))
-        for part in parts:
-            if self._terms.lives.is_current(part.worker, part.life):
-                self._answer(part.worker, PushTaken(index, part.clock, version + 1, True))
+        else:
+            self._terms.on_update(UpdateRecord(index, version, parts))
+            self._tell(parts, version + 1, applied=True)
+        second, self._second = self._second, []
+        if second:
+            self._discard(second)
 
     def _change(self, change: Change, payload: Payload) -> None:
         self.replica.take(change, payload)
@@ -383,7 +405,11 @@ class RangeHead:
             if self._rule.remembers_readers:
                 self._change(Shown(worker), b"")
             header = ValuesPulled(self._range.index, pull.clock, replica.version, int(slowest), replica.weight)
-            self._answer(worker, header, self._written(replica.values.value()))
+            if pull.difference is None or self._copies is None:
+                self._answer(worker, header, self._written(replica.values.value()))
+            else:
+                payload, since, copy = self._copies.answer(worker, pull.difference, replica.values.value())
+                self._answer(worker, msgspec.structs.replace(header, since=since, copy=copy), payload)
 
     def _answer(self, worker: int, header: Any, payload: Payload = b"") -> None:
         self._answers.append(HeldAnswer(self.replica.sequence, worker, header, payload))

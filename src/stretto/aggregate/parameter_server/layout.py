@@ -27,7 +27,7 @@ from stretto.errors import ConfigurationError
 
 RANGE_BYTES: Final = 1 << 20
 LEAST_RANGE_BYTES: Final = 64 << 10  # below that a message costs more than its bytes
-RANGES_OF_A_SERVER: Final = 16  # at least, so that none has much more than another
+RANGES_OF_A_SERVER: Final = 24  # at least, so that none has much more than another
 VALUE_BYTES: Final = 4  # float32
 
 

@@ -31,7 +31,7 @@ a server. A server that has turned away one of them takes none of the others, th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -65,6 +65,24 @@ class CodecRound(NamedTuple):
 
     draw: int
     unheard: list[tuple[int, int]]
+
+
+class CopyName(NamedTuple):
+    """A worker's copy of a range, as a server has sent it (`answers.py`). No two have the same name."""
+
+    server: int
+    life: int
+    number: int
+
+
+NO_COPY: Final = CopyName(-1, 0, 0)  # of a worker that has none yet
+
+
+class DifferenceTo(NamedTuple):
+    """Values may be sent as the difference to this copy. `draw`: the round from which a codec's random numbers are drawn."""
+
+    copy: CopyName
+    draw: int
 
 
 # -- changes of a range -----------------------------------------------------------------------------------------------
@@ -137,8 +155,9 @@ class PullValues(msgspec.Struct, frozen=True, tag=True):
     attempt: int
     range: int
     clock: int
-    newer_than: int  # with backup workers: the version that the last push was computed on
+    newer_than: int  # with backup workers: how many steps were taken before the last one
     urgency: Urgency | None = None  # of the answer, among those to this worker
+    difference: DifferenceTo | None = None  # that the answer may be; None: it is the values
 
 
 class FillValues(msgspec.Struct, frozen=True, tag=True):
@@ -210,6 +229,8 @@ class ValuesPulled(msgspec.Struct, frozen=True, tag=True):
     weight: float  # of the gradients in the last update
     kept_us: int = 0  # for so long the request was at the server
     waited_for: int = -1  # the slowest worker, if the rule held the request back
+    since: CopyName | None = None  # the copy to which the payload is the difference; None: these are the values
+    copy: CopyName | None = None  # what the worker has when it has read that, if it has asked for differences
 
 
 class RangeFilled(msgspec.Struct, frozen=True, tag=True):

@@ -39,6 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from stretto.aggregate.all_reduce.admission import warn_of_lost_gradients
 from stretto.aggregate.all_reduce.compression_state import mean_of
 from stretto.aggregate.parameter_server import stepping_admission as admission
+from stretto.aggregate.parameter_server.answers import OwnCopies, answer_codecs
 from stretto.aggregate.parameter_server.client import Export, Fill, Pull, PulledPayload
 from stretto.aggregate.parameter_server.inventory import Inventory, Kept, KeptParameter, as_state
 from stretto.aggregate.parameter_server.layout import ParameterRange
@@ -140,10 +141,15 @@ class ModelOnServers(Training[Bucket]):
             replicas=servers_of(self._strategy).replicas, sync=SyncSpec.of(self._sync), optimizers=self._inventory.specs,
             range_bytes=range_bytes_for_steps(schedule, self._inventory.parameters, num_servers),
             codecs={group: repr(each) for group, each in self._inventory.compressions.items()},
+            answers="" if (answers := servers_of(self._strategy).answers) is None else repr(answers),
+            steps_before=self.steps_before,
         )  # fmt: skip
         if self._job.life:
             self._service, model, self._job.first_step = self._network.enter(model, self)
+            self.steps_before = model.steps_before
         self._ranges = model.layout().ranges
+        how = answer_codecs(self._ranges, model.parameters, model.answers)
+        self._copies = OwnCopies(how) if model.answers else None
         self._encoding = PushEncoding(self._job.rank, self._inventory, self._ranges, self._own)
         self._own = {}
         self._entry_of = {each.parameter: each for each in self._inventory.entries}
@@ -161,15 +167,22 @@ class ModelOnServers(Training[Bucket]):
         for optimizer in self._optimizers:
             self._clear_state(optimizer)  # it is on the servers
         self._pull_all()
-        if self._job.life or self._service is None:
+        self._ahead_of_versions = [self._ahead(number) for number in range(len(self._optimizers))]
+        if self._service is None:
             return
-        self._job.barrier()  # nobody pushes before all have the values that training begins with
+        if not self._job.life:
+            self._job.barrier()  # nobody pushes before all have the values that training begins with
         self._snapshots = begin_snapshots(
             self._strategy, self._job, self._setting, self._network, self._service, self._inventory, self._ranges,
             self.steps_before,
         )  # fmt: skip
         if self._snapshots is not None:
             weakref.finalize(self, self._snapshots.end).atexit = False
+
+    def _ahead(self, optimizer: int) -> int:
+        """By how much this worker's clock exceeds the version that all ranges of the optimizer have. 0 unless it came back."""
+        clock, known = self._clocks[optimizer], zip(self._ranges, self._versions, strict=True)
+        return clock - min((version for each, version in known if optimizer_of(each) == optimizer), default=clock)
 
     def _fill(self) -> str | None:
         folder = servers_of(self._strategy).snapshots
@@ -190,7 +203,7 @@ class ModelOnServers(Training[Bucket]):
 
     def _pull_all(self) -> None:
         self._finish_all()
-        pulls = [self._pull(each, self._clocks[optimizer_of(each)], -1) for each in self._ranges]
+        pulls = [self._pull(each, self._clocks[optimizer_of(each)], -1, whole=True) for each in self._ranges]
         self._wait(pulls, "for the values")
         self._take(self._ranges, pulls)
 
@@ -238,9 +251,17 @@ class ModelOnServers(Training[Bucket]):
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def _pull(self, each: ParameterRange, clock: int, newer_than: int, urgency: Urgency | None = None) -> Future[ValuesPulled]:
+    def _pull(
+        self, each: ParameterRange, clock: int, newer_than: int, urgency: Urgency | None = None, *, whole: bool = False
+    ) -> Future[ValuesPulled]:
+        """`whole`: as the servers have them, also where they send differences."""
         assert self._service is not None
         start, stop = self._bounds[each.index]
+        if self._copies is not None:
+            draw = self._rounds_before + clock
+            wanted = self._copies.wanted(each.index, draw, whole=whole)
+            written: Future[PulledPayload] = self._service.request(Pull(each.index, clock, None, newer_than, urgency, wanted))
+            return self._copies.into(each, written, self._flat[start:stop], draw)
         if self._encoding.has_rounded(each.group):
             answer: Future[PulledPayload] = self._service.request(Pull(each.index, clock, None, newer_than, urgency))
             return self._encoding.into(each, answer, self._flat[start:stop])
@@ -260,6 +281,9 @@ class ModelOnServers(Training[Bucket]):
             for entry in entries:
                 entry.parameter.copy_(self._flat[entry.start : entry.stop].view(entry.parameter.shape))
                 self._written[entry.parameter] = entry.parameter._version
+
+    def _bytes_down(self, each: ParameterRange) -> int:
+        return self._encoding.bytes_down(each) if self._copies is None else self._copies.bytes_down(each)
 
     @abstractmethod
     def _finish_all(self) -> None:
@@ -288,7 +312,7 @@ class ModelOnServers(Training[Bucket]):
             raise error
 
     def _explained(self, problem: BaseException) -> StrettoError:
-        """With where to go on from, if a part of the model is lost."""
+        """The same error; if a part of the model is lost, it also says from which snapshot to go on."""
         if isinstance(problem, PeerLost) and self._snapshots is not None:
             return PeerLost(problem.rank, f"{problem.reason}.\n{self._snapshots.advice(time.time())}")
         return problem if isinstance(problem, StrettoError) else StrettoError(f"a request has failed: {problem!r}")

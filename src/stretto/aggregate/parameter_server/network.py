@@ -35,8 +35,8 @@ import msgspec
 
 from stretto.aggregate.parameter_server.client import ClientMachine, Enter, Quit
 from stretto.aggregate.parameter_server.client_record import AskLedgers, RecordedClient
-from stretto.aggregate.parameter_server.joining import admit_newcomers, join_network, lives_of
 from stretto.aggregate.parameter_server.process import ServerPlace, serve
+from stretto.aggregate.parameter_server.server_clock import CLOCK_CHANNEL, ClockTeller
 from stretto.aggregate.parameter_server.server_record import ServerLedger
 from stretto.aggregate.parameter_server.server_trace import ServerTrace
 from stretto.aggregate.parameter_server.service import (
@@ -52,16 +52,16 @@ from stretto.aggregate.parameter_server.service import (
 from stretto.aggregate.parameter_server.value import ParameterServer
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
+from stretto.collectives.newcomers import admit_newcomers, lives_of
 from stretto.errors import ConfigurationError, JobError, PeerLost, StrettoError, WireError
 from stretto.job import Job
+from stretto.lasting_network import join_network, place_again, place_in
 from stretto.launching import coordinator_process
-from stretto.launching import secret as secrets
 from stretto.launching.detect import Launch, own_environment
-from stretto.launching.hosts import host_identity, join_address
-from stretto.launching.introduce import leave_note, local_address, report_ended
+from stretto.launching.hosts import host_identity
+from stretto.launching.introduce import report_ended
 from stretto.launching.introduction_messages import Ended
-from stretto.launching.rendezvous import start_coordinator
-from stretto.launching.server_meeting import launch_of_worker
+from stretto.launching.return_watch import ReturnWatch
 from stretto.protocol.loop import Running
 from stretto.timeouts import Timeouts
 from stretto.wire.base import Wire
@@ -81,34 +81,41 @@ class ServerNetwork:
         communication: CommunicationThread,
         num_servers: int,
         processes: Sequence[subprocess.Popen[bytes]] = (),
-        launch: Launch | None = None,
+        watch: ReturnWatch | None = None,
     ) -> None:
-        """`launch`: this worker's place among workers and servers, where those that die come back."""
-        servers, wire = range(job.world_size, job.world_size + num_servers), communication.communicator.wire
+        """`watch`: for those that join later, where that is possible."""
+        wire = communication.communicator.wire
         self._job = job
         self._wire = wire
-        self.servers = list(servers)
+        self.servers = list(range(job.world_size, job.world_size + num_servers))  # with which the job began, the same on all
+        self.all_servers = sorted({*self.servers, *(rank for rank in wire.peers if rank >= job.world_size)})
         self.processes = list(processes)  # that keep the servers which this worker has started
         self._communication = communication
-        self._roster = None if launch is None else admit_newcomers(launch, communication)
-        self._control = self._communication.loop.start(ServiceClient(), CONTROL_CHANNEL)
+        self._watch = watch
+        self._services = ServiceClient(server for server in self.living_servers if not wire.joined_in(server))
+        self._control = self._communication.loop.start(self._services, CONTROL_CHANNEL)
         wire.on_lost(self._on_lost)
         wire.on_view(self._on_view)
         self._channel = FIRST_CHANNEL
         self._served: dict[int, Running] = {}  # by channel: models that this worker has not ended
 
     def _on_lost(self, lost: PeerLost) -> None:
-        if lost.rank in self.servers and not self._job.closed:
+        if lost.rank in self.all_servers and not self._job.closed:
             log.warning("rank %d has lost server %d: %s", self._job.rank, lost.rank - self.servers[0], lost)
 
     @property
+    def living_servers(self) -> list[int]:
+        return [server for server in self.all_servers if server not in self._wire.lost]
+
+    @property
     def lives(self) -> list[int]:
-        """For each server the generation in which it came back and joined; 0 if it is the first life, or is lost."""
-        return [0 if server in self._wire.lost else self._wire.joined_in(server) for server in self.servers]
+        """For each server the generation in which it came back, or was added, and joined; 0 if it is there from the beginning, or
+        is lost."""
+        return [0 if server in self._wire.lost else self._wire.joined_in(server) for server in self.all_servers]
 
     def every_part_has_copies(self, replicas: int) -> bool:
         """Whether all servers are here, and each range that is served is on so many more than one, as this worker has heard."""
-        if any(server in self._wire.lost for server in self.servers):
+        if len(self.living_servers) < len(self.all_servers):
             return False
         machines = [running.machine for running in list(self._served.values())]
         return all(
@@ -120,8 +127,12 @@ class ServerNetwork:
 
     def _on_view(self, joined: list[int], left: list[int], generation: int) -> None:
         for rank in joined:
-            if rank in self.servers:
-                log.warning("server %d has been started again, and has joined", rank - self.servers[0])
+            number = rank - self.servers[0]
+            if rank in self.all_servers:
+                log.warning("server %d has been started again, and has joined", number)
+            elif number >= 0:
+                self.all_servers = sorted([*self.all_servers, rank])
+                log.warning("server %d has been added, and takes its part of what is served over", number)
 
     def begin(self, model: ServedModel, owner: object) -> Running:
         """Have a model served. All workers call it together, with the same; each gets a client. It ends with its `owner`."""
@@ -142,8 +153,7 @@ class ServerNetwork:
     def enter(self, model: ServedModel, owner: object) -> tuple[Running, ServedModel, int]:
         """For a worker that has come back: take part in a model that is served. Returns it as the servers have it, and the clock
         to begin with."""
-        living = [server for server in self.servers if server not in self._wire.lost]
-        served = self._wait_for(self._control.request(FindServices(living)), "what they serve")
+        served = self._wait_for(self._control.request(FindServices(self.living_servers)), "what they serve")
         for channel, found in sorted(served.items()):
             if channel not in self._served and _same_model(found, model):
                 break
@@ -161,17 +171,17 @@ class ServerNetwork:
         client = ClientMachine(
             self._job.rank, model.layout(), servers=model.servers, replicas=model.replicas, life=life, lives=lives_of(self._wire)
         )
-        machine = RecordedClient(client, model.servers, self._job.world_size, self._job.ledger, self._job.tracer)
+        machine = RecordedClient(client, self.living_servers, self._job.world_size, self._job.ledger, self._job.tracer)
         running = self._communication.loop.start(machine, channel, unsent_bytes=model.unsent_bytes)
         self._served[channel] = running
         weakref.finalize(owner, self.end, running).atexit = False
         return running
 
     def _on_living_servers(self, model: ServedModel) -> ServedModel:
-        """All workers agree on who lives, as rank 0 has it."""
-        living = self._job.gather_object([server for server in self.servers if server not in self._wire.lost])[0]
+        """All workers agree on who lives, as rank 0 has it: of those that came later, the ones whom everybody knows."""
+        living = self._job.gather_object([server for server in self.living_servers if server in self._services.ready])[0]
         if not living:
-            raise JobError(f"all {len(self.servers)} servers of this job have died. Start the job again.")
+            raise JobError(f"all {len(self.all_servers)} servers of this job have died. Start the job again.")
         return msgspec.structs.replace(model, servers=living, replicas=min(model.replicas, len(living) - 1))
 
     @property
@@ -179,9 +189,11 @@ class ServerNetwork:
         return self._wire.bytes_sent
 
     def is_first_worker(self) -> bool:
-        """Whether this is the worker of the lowest rank among those that are here: it does what one of them has to do. Those that
-        have come back do not count: they do not know what the others have agreed on."""
-        return all(rank in self._wire.lost or self._wire.joined_in(rank) > 0 for rank in range(self._job.rank))
+        """Whether it is for this worker to do what one of them has to do: the lowest rank of those that have been here from the
+        beginning, or, when none of these is left, the lowest of those that have come back. Workers that hear of a death or a
+        return at different times may answer alike for a moment."""
+        here = [rank for rank in range(self._job.world_size) if rank not in self._wire.lost]
+        return self._job.rank == min(here, key=lambda rank: (self._wire.joined_in(rank) > 0, rank))
 
     def end(self, running: Running) -> None:
         """This worker needs the model no longer, and nobody is to wait for it. Sends, and waits for nobody."""
@@ -189,7 +201,7 @@ class ServerNetwork:
             return
         running.request(Quit())
         running.stop()
-        self._control.request(StopService(running.channel, self.servers))
+        self._control.request(StopService(running.channel, self.all_servers))
 
     def ledgers(self, running: Running) -> dict[int, ServerLedger]:
         """What the servers that live have counted of a model, by rank."""
@@ -210,8 +222,8 @@ class ServerNetwork:
 
     def stop(self) -> None:
         """Leave. Servers end when the last worker has left. A goodbye is no death, so they are told to count without it."""
-        if self._roster is not None:
-            self._roster.stop()
+        if self._watch is not None:
+            self._watch.stop()
         if not self._job.leaves_in_order:
             self._communication.stop(self._job.timeouts.leave_s)
             self._wire.abandon()
@@ -219,7 +231,7 @@ class ServerNetwork:
         for running in list(self._served.values()):
             running.request(Quit())
         with contextlib.suppress(StrettoError, TimeoutError):  # without it they notice that the connection is gone
-            self._control.request(LeaveServers(self.servers)).result(self._job.timeouts.leave_s)
+            self._control.request(LeaveServers(self.all_servers)).result(self._job.timeouts.leave_s)
         self._communication.stop(self._job.timeouts.leave_s)
         self._wire.close()
         deadline = time.monotonic() + LEAVE_S
@@ -241,11 +253,6 @@ def network_of(job: Job, value: ParameterServer, num_clients: int) -> ServerNetw
     num_servers = value.num_servers(num_clients, dedicated)
     key = 0 if value.is_dedicated(dedicated) else num_servers
     network = job.server_networks.get(key)
-    if job.life and not key:
-        raise ConfigurationError(
-            f"rank {job.rank} has come back, and this job has servers on hosts of their own, to which workers cannot come back.\n"
-            f'Write ParameterServer(placement="beside"), or leave --min-workers out: then all begin anew.'
-        )
     if network is None:
         network = job.server_networks[key] = _beside(job, num_servers, value.restarts) if key else _dedicated(job)
         job.threads.add(network)
@@ -259,10 +266,13 @@ def number_dedicated(job: Job) -> int:
 
 
 def _dedicated(job: Job) -> ServerNetwork:
+    if job.life:
+        job.meet_servers()
     assert job.to_servers is not None
-    launch = launch_of_worker(job.launch)
-    network, job.to_servers = ServerNetwork(job, job.to_servers, number_dedicated(job), launch=launch), None
-    return network
+    communication, job.to_servers = job.to_servers, None
+    if job.tracer is not None and not job.life:  # one that has come back has not compared its clock with anybody's
+        communication.loop.start(ClockTeller(job.tracer.now, job.clock, job.launch.run), CLOCK_CHANNEL)
+    return ServerNetwork(job, communication, number_dedicated(job), watch=job.server_watch)
 
 
 def _beside(job: Job, num_servers: int, restarts: int) -> ServerNetwork:
@@ -277,7 +287,9 @@ def _beside(job: Job, num_servers: int, restarts: int) -> ServerNetwork:
         wire = join_network(launch, job.timeouts)
     else:
         wire, processes, launch = _processes(job, mine, num_servers, restarts)
-    network = ServerNetwork(job, CommunicationThread(Communicator(wire, job.timeouts)), num_servers, processes, launch)
+    communication = CommunicationThread(Communicator(wire, job.timeouts))
+    watch = None if launch is None else admit_newcomers(launch, communication)
+    network = ServerNetwork(job, communication, num_servers, processes, watch)
     if job.rank == 0:
         log.info("%d servers beside %d workers keep the shards of the model", num_servers, job.world_size)
     return network
@@ -301,7 +313,7 @@ def _threads(job: Job, mine: Sequence[int], num_servers: int) -> Wire:
 def _processes(
     job: Job, mine: Sequence[int], num_servers: int, restarts: int
 ) -> tuple[Wire, list[subprocess.Popen[bytes]], Launch]:
-    launch = _launch_of_all(job, num_servers)
+    launch = place_in(job, f"servers {num_servers}", job.world_size + num_servers, "workers and servers")
     environ = _environment_of_servers()
     timeouts = dataclasses.replace(job.timeouts, meet_s=job.timeouts.connect_s)  # all are started here and now
     processes: list[subprocess.Popen[bytes]] = []
@@ -339,44 +351,15 @@ def _attend(process: subprocess.Popen[bytes], launch: Launch, rank: int, met: th
         report_ended(launch, [Ended(rank, 0, host_identity(), process.pid, 0, how)])
 
 
-def _launch_of_all(job: Job, num_servers: int) -> Launch:
-    """This worker's place among workers and servers. Rank 0 starts the coordinator; the secret is made of the job's."""
-    assert job.launch.secret is not None, "a job of several workers has a secret"
-    secret = secrets.derive(job.launch.secret, f"servers {num_servers}")
-    size, address, problem = job.world_size + num_servers, "", ""
-    if job.rank == 0:
-        try:
-            ip, _ = local_address(job.launch)
-            deadline = time.monotonic() + job.timeouts.connect_s
-            address = start_coordinator(join_address(ip, 0), size, secret, job.launch.encrypt, deadline, outlives=True)
-        except (JobError, OSError) as error:
-            problem = f"rank 0 could not start the coordinator at which workers and servers meet: {error}"
-    address, problem = job.gather_object([address, problem])[0]
-    if problem:
-        raise JobError(problem)
-    if job.rank == 0:
-        leave_note(job.launch, f"servers {num_servers}", address)
-    return _place_of(job, size, address, secret)
-
-
 def _launch_of_returned(job: Job, num_servers: int) -> Launch:
-    """The same for a worker that has come back: where the others have met is in the notes of the job."""
-    key = f"servers {num_servers}"
-    if key not in job.notes:
+    """For a worker that has come back: where the others have met is in the notes of the job."""
+    launch = place_again(job, f"servers {num_servers}", job.world_size + num_servers)
+    if launch is None:
         raise ConfigurationError(
             f"rank {job.rank} has come back, and this job has no {num_servers} servers beside its workers: no model was "
             f"distributed with them when the worker died.\nDistribute models with the same strategies as the others do."
         )
-    assert job.launch.secret is not None
-    return _place_of(job, job.world_size + num_servers, job.notes[key], secrets.derive(job.launch.secret, key))
-
-
-def _place_of(job: Job, size: int, address: str, secret: bytes) -> Launch:
-    on_one_host = len({peer.host for peer in job.peers}) == 1
-    return dataclasses.replace(
-        job.launch, world_size=size, local_world_size=size if on_one_host else job.launch.local_world_size, rendezvous=address,
-        secret=secret, launcher="stretto", trace=None, ledger=None, restart=job.life,
-    )  # fmt: skip
+    return launch
 
 
 def _trace_of(job: Job, server: int) -> ServerTrace | None:

@@ -19,16 +19,18 @@ from typing import Final
 import msgspec
 import torch
 
-from stretto.aggregate.parameter_server.joining import admit_newcomers, join_network, lives_of
 from stretto.aggregate.parameter_server.keeper import NOT_JOINED
 from stretto.aggregate.parameter_server.range_state import RangeState
+from stretto.aggregate.parameter_server.server_clock import CLOCK_CHANNEL, ClockAsker
 from stretto.aggregate.parameter_server.server_record import RecordedServer
 from stretto.aggregate.parameter_server.server_trace import ServerTrace
 from stretto.aggregate.parameter_server.service import CONTROL_CHANNEL, ServedModel, ServiceHost
 from stretto.aggregate.parameter_server.shard_optimizer import OptimizerSpec
 from stretto.collectives.communication import CommunicationThread
 from stretto.collectives.execute import Communicator
+from stretto.collectives.newcomers import admit_newcomers, lives_of
 from stretto.errors import StrettoError
+from stretto.lasting_network import join_network
 from stretto.launching.detect import Launch
 from stretto.launching.ledger_file import of_server, write_ledger
 from stretto.observe.trace import Tracer
@@ -81,6 +83,9 @@ def serve(
             services.pop(channel).stop()
             ended.set()
 
+    asker = ClockAsker(workers)
+    if traced is not None and traced.run is None:
+        communication.loop.start(asker, CLOCK_CHANNEL)
     life = wire.joined_in(wire.rank)
     others = [rank for rank in wire.peers if rank not in set(workers) and rank not in wire.lost] if life else []
     machine = ServiceHost(
@@ -97,7 +102,7 @@ def serve(
             roster.stop()
         communication.stop(timeouts.leave_s)
         if traced is not None and tracer is not None:
-            traced.write(tracer)
+            _write_trace(traced, asker, tracer)
         if alone.is_set():
             wire.close()
         else:
@@ -105,6 +110,14 @@ def serve(
     # Where all workers are lost and none has left in order, they may have died together; or they took this server for dead, for
     # it was stopped for longer than `silence_s`, and go on with copies of what it had. Then another life of it has to join them.
     return alone.is_set() and (launch is None or machine.somebody_has_left)
+
+
+def _write_trace(traced: ServerTrace, asker: ClockAsker, tracer: Tracer) -> None:
+    compared = traced if traced.run is not None else asker.compared(traced)
+    if compared is None:
+        log.warning("server %d: no worker is traced, or none has used this server, so it writes no trace", traced.server)
+    else:
+        compared.write(tracer)
 
 
 def begin_again() -> None:

@@ -12,12 +12,12 @@ What becomes of a push decides what becomes of e:
                          that is always late pile up, and come all at once
     nobody knows         (its server died after it had counted it) taken as applied
 
-Only the last push of a range is in question: that it was discarded is told before the next values of that range are, whatever is
-known of other ranges by then. One that waits in an update to be is not discarded any more, but with its server.
+Only the last push of a range is in question: a worker hears that it was discarded before it gets the next values of that range,
+whatever it knows of other ranges by then. One that has been gathered for an update can only be discarded if its server dies.
 
 Values come back as float32. With `Float16` and `BFloat16`, which write any numbers, values too travel in 16 bits: a worker
 computes on rounded values, and small updates add up in the float32 of the servers all the same. No other codec writes values:
-what it left out of a weight would be missing from it.
+what it left out of a weight would be missing from it. (Of differences it may: `answers.py`.)
 
 Invariant: the sum of what servers have applied of a worker, plus e, is the sum of its gradients that were not discarded.
 Memory:    with error feedback 8 bytes per parameter in each worker: e, and e before the last push.
@@ -62,7 +62,7 @@ class PushEncoding:
                 self._everything()[each.start : each.stop] = value.to("cpu", torch.float32).reshape(-1)
 
     def compressed(self, entries: Iterable[KeptParameter]) -> list[KeptParameter]:
-        """Those of them whose gradients are."""
+        """Those of these parameters whose gradients are compressed."""
         return [each for each in entries if each.group in self._inventory.compressions]
 
     # -- up -----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ RequestKey = tuple[str, int]  # kind of request, and the clock of a push
 
 
 class RangeRequest(NamedTuple):
-    """A request that has not been answered. `into`: where pulled values go; `urgency`: of a push that waits for its turn."""
+    """A request that has not been answered. `into`: where pulled values go; `urgency`: of a push."""
 
     ticket: int
     header: ServedRequest
@@ -64,6 +64,12 @@ class Route:
         self.turned_away_by = self.asked = None
         if self.members[:1] != [self.sent_to]:
             self.sent_to = None
+
+    def serves_now(self, source: int, chain: RangeChain) -> None:
+        """A server says of itself that it has an active chain. Others may have said so before it did, and what it had turned away
+        earlier may have come in between."""
+        if chain.epoch == self.epoch and source == self.turned_away_by and chain.members[:1] == [source]:
+            self.turned_away_by = None
 
     def turned_away(self, by: int, holds: bool, attempt: int) -> None:
         """A server does not serve the range. One that has no copy of it will not do so either."""

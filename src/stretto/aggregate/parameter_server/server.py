@@ -27,8 +27,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any, Final
 
+from stretto.aggregate.parameter_server.answers import AnswerCodec, SentCopies
 from stretto.aggregate.parameter_server.chains import Chains
 from stretto.aggregate.parameter_server.consistency import SyncAnswer, rule_for
 from stretto.aggregate.parameter_server.encoding import RangeEncoding
@@ -36,6 +38,7 @@ from stretto.aggregate.parameter_server.head import Terms, UpdateRecord
 from stretto.aggregate.parameter_server.layout import RangeLayout
 from stretto.aggregate.parameter_server.lives import Lives
 from stretto.aggregate.parameter_server.messages import (
+    CopyName,
     EntryStored,
     InstallRange,
     LogEntry,
@@ -74,6 +77,10 @@ def _float32(index: int) -> RangeEncoding | None:
     return None
 
 
+def _values(index: int) -> AnswerCodec | None:
+    return None
+
+
 def _no_record(record: UpdateRecord) -> None:
     return None
 
@@ -82,8 +89,9 @@ class ServerMachine(Machine):
     """See the module's text.
 
     `servers`, `workers`: those that the job begins with, the same everywhere. `joins`: others serve the model already; else this
-    server begins with them, in whatever life. `make_values(range, values)` makes a range's
-    values; `filled`: what it makes without any is what training begins with, else some worker has to `Fill` every range.
+    server begins with them, in whatever life. `others`: further servers that are here when this one joins.
+    `make_values(range, values)` makes a range's values; `filled`: what it makes without any is what training begins with, else
+    some worker has to `Fill` every range.
     """
 
     header_type = ToServer
@@ -102,9 +110,11 @@ class ServerMachine(Machine):
         life: int = 0,
         lives: Mapping[int, int] | None = None,
         joins: bool | None = None,
+        others: Iterable[int] = (),
         fault_in: Callable[[Options], str | None] = _no_fault,
         on_update: Callable[[UpdateRecord], None] = _no_record,
         encoding_of: Callable[[int], RangeEncoding | None] = _float32,
+        answer_codec_of: Callable[[int], AnswerCodec | None] = _values,
     ) -> None:
         if replicas < 0 or not servers:
             raise ConfigurationError(
@@ -115,12 +125,14 @@ class ServerMachine(Machine):
         self.layout = layout
         self.lives = Lives(lives or {})
         self._joining = life > 0 if joins is None else joins
+        self._others = set(others)
         self._first_workers = {worker: WorkerClock(0, 0, 0) for worker in workers}
         self._clients = set(self._first_workers)  # whoever wants to know where ranges are
         self._make_values = make_values
         rule = rule_for(sync, len(self._first_workers))
         self._filled = filled or rule.sums
-        terms = Terms(rule, self.lives, self._send_answer, fault_in, on_update, encoding_of)
+        self._answer_codec_of, self._names = answer_codec_of, (CopyName(rank, life, number) for number in count())
+        terms = Terms(rule, self.lives, self._send_answer, fault_in, on_update, encoding_of, self._copies_of)
         self.chains = Chains(rank, life, layout, servers, replicas, terms, self._make_replica, self._news_of, self._turn_all_away)
         self._attempts: dict[tuple[int, int], int] = {}  # the last one of each client for each range
         self._turned_away: dict[tuple[int, int], int] = {}  # of these, the last one that was
@@ -136,6 +148,10 @@ class ServerMachine(Machine):
     def _make_replica(self, index: int) -> RangeReplica:
         return RangeReplica(index, self._make_values, self._first_workers, self._filled)
 
+    def _copies_of(self, index: int) -> SentCopies | None:
+        how = self._answer_codec_of(index)
+        return None if how is None else SentCopies(how, self._names.__next__)
+
     def served(self) -> dict[int, RangeReplica]:
         """The ranges that this server is first for, to be read in the thread that drives the machine."""
         return {index: each.replica for index, each in self.chains.holdings.items() if each.head is not None}
@@ -144,7 +160,7 @@ class ServerMachine(Machine):
 
     def on_start(self, now: float) -> Actions:
         if self._joining:
-            self._greet(self.chains.servers)
+            self._greet(self.chains.servers | self._others)
         else:
             self.chains.begin()
         return self._take_actions()
@@ -271,13 +287,13 @@ class ServerMachine(Machine):
                 self._turn_away(worker, index)
 
     def _tell_those_that_were_turned_away(self, chain: RangeChain) -> None:
-        """They wait to hear who serves the range; it may not know of them."""
+        """These workers wait to hear who serves the range, and that server may not know of them."""
         for (worker, index), attempt in self._turned_away.items():
             if index == chain.range and attempt == self._attempts[worker, index]:
                 self._tell_of(worker, [chain])
 
     def _answer_queries(self) -> None:
-        """Those for which this server knows that they have died whose death is asked about."""
+        """Answer the queries about deaths of which this server knows by now."""
         for (source, index), query in list(self._queries.items()):
             if all(self.lives.has_ended(*life) for life in query.ended):
                 del self._queries[source, index]

@@ -1,7 +1,7 @@
 """The trace of a server: a file beside those of the workers, on their time line.
 
 A server that a worker has started is on that worker's host and has its clock, so what is known of the worker's clock against rank
-0's holds for it too. Servers that were started apart leave no file: nobody has compared their clocks with those of the job.
+0's holds for it too. One that was started apart compares its clock with theirs (`server_clock.py`), and writes on its own host.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ class ServerTrace(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be written where, by which server."""
 
     folder: str
-    run: str
     server: int
     num_workers: int
-    clock_offset_ns: int
-    clock_uncertainty_ns: int
+    run: str | None = None  # None: it has to ask the workers, for this and for the clock
+    clock_offset_ns: int = 0
+    clock_uncertainty_ns: int = 0
 
     def write(self, tracer: Tracer) -> None:
         """At the end of the server. A disk that is full is no reason for it to fail."""
+        assert self.run is not None
         about = About(
             rank=self.num_workers + self.server, world_size=self.num_workers, run=self.run, host=platform.node(),
             num_spans=len(tracer.spans), num_dropped=tracer.num_dropped, clock_offset_ns=self.clock_offset_ns,

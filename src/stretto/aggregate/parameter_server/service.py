@@ -10,6 +10,11 @@
     a server or worker that comes later
     AskServices                    -->    all servers
                                    <--    ServicesAre(channels): what they serve; a server joins those that serve it
+    a server that comes later
+    ServerIsReady                  -->    every worker: from now on it may be among those that begin to serve a model
+
+A server that comes later says that it is ready when everybody has admitted it, and all servers have told it what they serve. So
+all that begin to serve a model know each other. One that was not ready then is told of the model when it has begun.
 
 A server process is started once in a job. Models come, are arranged anew when parameters are frozen or added, and go; each
 arrangement is a service on a channel of its own, so nothing of the last one can be taken for the next. The description of a model
@@ -29,6 +34,7 @@ import msgspec
 import numpy as np
 import torch
 
+from stretto.aggregate.parameter_server.answers import answer_codecs
 from stretto.aggregate.parameter_server.encoded_sum import EncodedSum
 from stretto.aggregate.parameter_server.encoding import encodings
 from stretto.aggregate.parameter_server.layout import RANGE_BYTES, VALUE_BYTES, RangeLayout, ServedParameter
@@ -57,8 +63,9 @@ class ServedModel(msgspec.Struct, frozen=True):
     """What servers have to know of a model, and of each other. Everybody has the same.
 
     `optimizers`: for servers that step, by the group of the parameters; none with `Synchronous`, where workers step.
-    `codecs`: the text of what gradients of a group are compressed with, if they are. `increments`: no server steps, and what is
-    pushed is added to the values, or takes their place (`store.py`)."""
+    `codecs`: the text of what gradients of a group are compressed with, if they are. `answers`: the text of the codec that writes
+    values, as differences; empty: none. `increments`: no server steps, and what is pushed is added to the values, or takes their
+    place (`store.py`). `steps_before`: of the training that goes on here, for snapshots by a worker that has come back."""
 
     parameters: list[ServedParameter]
     servers: list[int]
@@ -68,7 +75,9 @@ class ServedModel(msgspec.Struct, frozen=True):
     sync: SyncSpec = SyncSpec()
     optimizers: dict[str, OptimizerSpec] = {}
     codecs: dict[str, str] = {}
+    answers: str = ""
     increments: bool = False
+    steps_before: int = 0
 
     def layout(self) -> RangeLayout:
         return RangeLayout(self.parameters, self.range_bytes)
@@ -107,6 +116,10 @@ class ServiceBegun(msgspec.Struct, frozen=True, tag=True):
 
 class AskServices(msgspec.Struct, frozen=True, tag=True):
     """What is served? Asked by whoever joins later."""
+
+
+class ServerIsReady(msgspec.Struct, frozen=True, tag=True):
+    """A server that has joined later is known to all."""
 
 
 class ServicesAre(msgspec.Struct, frozen=True, tag=True):
@@ -156,26 +169,36 @@ class ServiceHost(Machine):
     ) -> None:
         self._rank = rank
         self._life, self._lives, self._others = life, lives, others
+        self._is_ready = life == 0
         self.somebody_has_left = False  # in order, and not by dying
         self._models: dict[int, bytes] = {}  # channel -> what is served there, encoded
         self._workers = set(workers)
         self._start, self._stop, self._alone, self._tracer = start, stop, alone, tracer
         self._first_server = len(self._workers)
+        self._newcomers: set[int] = set()  # servers that have joined after this one
+        self._asked = set(others)  # servers that have not said yet what they serve
         self._gone: set[int] = set()  # ranks that have left
         self._users: dict[int, set[int]] = {}  # channel -> workers that have not ended the service
 
     def on_start(self, now: float) -> Actions:
-        return [SendMessage(server, AskServices()) for server in self._others]
+        return [*(SendMessage(server, AskServices()) for server in self._others), *self._ready_if_told()]
+
+    def _ready_if_told(self) -> list[SendMessage]:
+        if self._asked or self._is_ready:
+            return []
+        self._is_ready = True
+        return [SendMessage(worker, ServerIsReady()) for worker in sorted(self._workers)]
 
     def on_message(self, now: float, source: int, header: ToHost, payload: memoryview) -> Actions:
         match header:
             case AskServices():
-                answer = ServicesAre(list(self._models), [len(model) for model in self._models.values()])
-                return [SendMessage(source, answer, b"".join(self._models.values()))]
-            case ServicesAre() if source in self._others:
+                return [self._tell_of(source, list(self._models))]
+            case ServicesAre() if source in self._others or source in self._newcomers:
                 self._join(header, payload)
+                self._asked.discard(source)
+                return self._ready_if_told()
             case BeginService(channel):
-                return [SendMessage(source, ServiceBegun(channel, self._begin(channel, payload)))]
+                return self._begin(source, channel, payload)
             case EndService(channel) if channel in self._users:
                 self._users[channel].discard(source)
                 self._stop_unused()
@@ -184,14 +207,20 @@ class ServiceHost(Machine):
                 self._end_if_alone([source])
         return ()
 
-    def _begin(self, channel: int, payload: memoryview) -> str:
+    def _tell_of(self, rank: int, channels: list[int]) -> SendMessage:
+        models = [self._models[channel] for channel in channels]
+        return SendMessage(rank, ServicesAre(channels, [len(model) for model in models]), b"".join(models))
+
+    def _begin(self, source: int, channel: int, payload: memoryview) -> list[SendMessage]:
         try:
+            model = msgspec.msgpack.decode(payload, type=ServedModel)
             if channel not in self._users:  # else others have told of it already
-                self._serve(channel, msgspec.msgpack.decode(payload, type=ServedModel), joins=False)
+                self._serve(channel, model, joins=False)
         except (msgspec.MsgspecError, ConfigurationError) as problem:
             log.warning("rank %d cannot serve what it was asked to on channel %d: %s", self._rank, channel, problem)
-            return str(problem)
-        return ""
+            return [SendMessage(source, ServiceBegun(channel, str(problem)))]
+        later = sorted(self._newcomers.difference(model.servers))
+        return [SendMessage(source, ServiceBegun(channel, "")), *(self._tell_of(server, [channel]) for server in later)]
 
     def _join(self, header: ServicesAre, payload: memoryview) -> None:
         """What others serve, and this server, which comes later, does not yet."""
@@ -205,7 +234,7 @@ class ServiceHost(Machine):
 
     def _serve(self, channel: int, model: ServedModel, *, joins: bool) -> None:
         self._start(self._machine(model, joins), channel, model)
-        self._users[channel] = set(model.workers) - self._gone
+        self._users[channel] = self._workers - self._gone  # also those for whom another one pushes: they may ask for state
         self._models[channel] = msgspec.msgpack.encode(model)
 
     def _machine(self, model: ServedModel, joins: bool) -> RecordedServer:
@@ -229,7 +258,8 @@ class ServiceHost(Machine):
         record.machine = ServerMachine(
             self._rank, layout, servers=model.servers, workers=model.workers, sync=sync, make_values=record.timed(make_values),
             replicas=model.replicas, fault_in=model.fault_in, on_update=record.on_update, encoding_of=encoding_of,
-            life=self._life, lives=self._lives(), joins=joins,
+            answer_codec_of=answer_codecs(layout.ranges, model.parameters, model.answers),
+            life=self._life, lives=self._lives(), joins=joins, others={*self._others, *self._newcomers} - self._gone,
         )  # fmt: skip
         return record
 
@@ -241,10 +271,12 @@ class ServiceHost(Machine):
 
     def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
         self._end_if_alone(left)
+        self._newcomers = (self._newcomers - set(left)) | (set(joined) - self._workers)
+        self._asked -= set(left)
         self._gone -= set(joined)
         for users in self._users.values():
             users |= self._workers & set(joined)  # until they say that they need it no longer
-        return ()
+        return self._ready_if_told()
 
     def _end_if_alone(self, left: Sequence[int]) -> None:
         self._gone |= set(left)
@@ -282,11 +314,13 @@ class LeaveServers(NamedTuple):
 
 
 class ServiceClient(Machine):
-    """A worker's side. One of them speaks for all when there is something to serve."""
+    """A worker's side. One of them speaks for all when there is something to serve. `ready`: the servers that can be asked for
+    it, to begin with those that are here now; to be read in any thread."""
 
-    header_type = ServiceBegun | ServicesAre
+    header_type = ServiceBegun | ServicesAre | ServerIsReady
 
-    def __init__(self) -> None:
+    def __init__(self, ready: Iterable[int] = ()) -> None:
+        self.ready = frozenset(ready)
         self._finding: list[int] = []  # tickets
         self._asked: dict[int, tuple[int, set[int]]] = {}  # channel -> ticket, and the servers that have not answered
         self._gone: set[int] = set()
@@ -305,7 +339,12 @@ class ServiceClient(Machine):
         body = msgspec.msgpack.encode(model)
         return [*(SendMessage(server, BeginService(channel), body) for server in waiting), *self._answered(channel)]
 
-    def on_message(self, now: float, source: int, header: ServiceBegun | ServicesAre, payload: memoryview) -> Actions:
+    def on_message(
+        self, now: float, source: int, header: ServiceBegun | ServicesAre | ServerIsReady, payload: memoryview
+    ) -> Actions:
+        if isinstance(header, ServerIsReady):
+            self.ready |= {source}
+            return ()
         if isinstance(header, ServicesAre):
             return self._found(header, payload)
         if header.channel not in self._asked or source not in self._asked[header.channel][1]:
@@ -319,6 +358,7 @@ class ServiceClient(Machine):
 
     def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
         self._gone = (self._gone | set(left)) - set(joined)
+        self.ready -= set(left)
         actions: list[Reply] = []
         for channel, (_, waiting) in list(self._asked.items()):
             waiting -= set(left)

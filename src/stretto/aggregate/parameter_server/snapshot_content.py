@@ -116,7 +116,7 @@ class SnapshotContent:
 
     @property
     def steps(self) -> int:
-        """That every worker had taken since the training began, as far as this is known."""
+        """The steps that every worker had taken since the training began, as far as this is known."""
         return self.header.steps_before + self.end.oldest
 
 

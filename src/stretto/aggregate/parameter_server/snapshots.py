@@ -2,11 +2,11 @@
 
     folder/Sequential-1-00000012.snapshot        the model's name, and a number that grows
 
-Who: the living worker of the lowest rank that has not come back (`returning.py`), in a thread of its own, `every_s` seconds after
-the last one. If it dies, the next one goes on. It asks the servers for their ranges as `stretto.save` does, and writes them one
-by one: so one file is one snapshot, whole or not there (`snapshot.py`), no disk is needed where servers run, and nobody has to
-find out which of many servers' files belong together. What it is of, when ranges are at different versions, is said in
-`snapshot_content.py`.
+Who: one of the living workers, in a thread of its own, `every_s` seconds after the last one: the lowest rank of those that have
+been there from the beginning, or of those that have come back (`returning.py`) when no other lives. If it dies, the next one goes
+on. It asks the servers for their ranges as `stretto.save` does, and writes them one by one: so one file is one snapshot, whole or
+not there (`snapshot.py`), no disk is needed where servers run, and nobody has to find out which of many servers' files belong
+together. What it is of, when ranges are at different versions, is said in `snapshot_content.py`.
 
 Cost:      the model and its optimizer's state once over that worker's network card, every `every_s` seconds; in memory a few
            ranges at that worker, and at a server those that it has not sent. A server answers between two pushes.

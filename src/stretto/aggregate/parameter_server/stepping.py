@@ -25,7 +25,12 @@ Across the barrier `optimizer.step()` returns while its pushes wait for their tu
 its own parameters. Nothing is pushed during backward: until `step()` gradients are the program's, to be clipped or added to.
 
 With `BackupWorkers` a worker that has taken t steps waits for version t of each range, and no longer: one that has fallen behind
-goes on from the current version at once. What it pushed late was discarded.
+goes on from the current version at once. What it pushed late was discarded. One that came back counts from the lowest version
+that it found. So nobody ever waits in a circle, although some ranges may be ahead of others: of the workers that wait, let w have
+the least t. It waits for a range whose version is at most t - 1. Every other worker has computed its last gradient of that range
+on a version that is no lower than w's own t - 1, hence on this very one. With w's gradient all are in, so the update is complete.
+(To wait for a version after the one that was pushed on would not do: two workers can wait for each other's gradient of two
+ranges, if each pushed too late on the other's.)
 
 How the model gets to the servers, and what of it is saved, is in `model_on_servers.py`.
 
@@ -96,6 +101,7 @@ class SteppingServers(ModelOnServers):
     def check_strategy(cls, strategy: Strategy) -> None:
         check_codec(strategy, steps=True)
         check_schedule(strategy)
+        admission.check_answers(strategy)
 
     @classmethod
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
@@ -156,7 +162,7 @@ class SteppingServers(ModelOnServers):
         assert self._service is not None
         base, groups, clock = self._inventory.bases[number], self._optimizers[number].param_groups, self._clocks[number]
         options = [base.options_of(group) for group in groups]
-        newer_than = clock if isinstance(self._sync, BackupWorkers) else -1
+        newer_than = clock - self._ahead_of_versions[number] if isinstance(self._sync, BackupWorkers) else -1
         begin = self._bounds[ranges[0].index][0] if ranges else 0
         begin_ns, turns, num_bytes = time.perf_counter_ns(), self._order.turns(ranges), 0
         pushes, pulls, versions = [], [], [self._versions[each.index] for each, _ in turns]
@@ -165,7 +171,7 @@ class SteppingServers(ModelOnServers):
             part, group = gradient[start - begin : stop - begin], options[int(each.group.split(".")[1])]
             payload, drawn = self._encoding.payload(each, part, clock, self._rounds_before + clock)
             push = Push(each.index, clock, payload, group, version, self._weight, urgency, drawn)
-            num_bytes += memoryview(payload).nbytes + self._encoding.bytes_down(each)
+            num_bytes += memoryview(payload).nbytes + self._bytes_down(each)
             pushes.append(self._service.request(push))
             pulls.append(self._pull(each, clock + 1, newer_than, urgency))
         self._clocks[number] += 1

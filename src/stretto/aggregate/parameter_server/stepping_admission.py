@@ -39,6 +39,16 @@ def check(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy,
     _check_parameters(model, optimizers, sync)
 
 
+def check_answers(strategy: Strategy) -> None:
+    """What servers cannot do with `answers=`."""
+    sync: Any = strategy.sync
+    if getattr(strategy.aggregate, "answers", None) is not None and getattr(sync, "delay_compensation", None) is not None:
+        raise ConfigurationError(
+            f"aggregate={strategy.aggregate!r} with sync={sync!r}: gradients are corrected by what has changed since a worker "
+            f"read the values, and with answers= it has read something else.\nLeave one of the two out."
+        )
+
+
 def _scales_rates(sync: object) -> bool:
     return isinstance(sync, SoftSync) or (isinstance(sync, Asynchronous) and sync.staleness_aware)
 

@@ -258,6 +258,8 @@ def _fault_in(key: str, begin: object, servers: object, job: Job) -> str | None:
         )
     if servers is not None and servers.snapshots is not None:
         return f"declare({key!r}, servers={servers!r}): snapshots are of models. Leave snapshots= out; save what you have pulled."
+    if servers is not None and servers.answers is not None:
+        return f"declare({key!r}, servers={servers!r}): what is pulled is what was pushed, as float32. Leave answers= out."
     try:
         _ = servers is None or servers.num_servers(job.world_size, number_dedicated(job))
     except ConfigurationError as error:
@@ -266,7 +268,7 @@ def _fault_in(key: str, begin: object, servers: object, job: Job) -> str | None:
 
 
 def _usual_servers(job: Job) -> ParameterServer:
-    """Those that are there: started apart, or for a model. Else one beside rank 0."""
+    """The servers that there are, started apart or for a model; otherwise one beside rank 0."""
     if number_dedicated(job):
         return ParameterServer(placement="dedicated")
     return ParameterServer(shards=min(job.server_networks, default=1), placement="beside")

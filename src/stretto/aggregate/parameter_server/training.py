@@ -36,12 +36,13 @@ from stretto.aggregate.all_reduce.admission import check_compression, check_cros
 from stretto.aggregate.all_reduce.bucket import Notes, ReducedBucket
 from stretto.aggregate.all_reduce.compression_thread import ThreadedExchange
 from stretto.aggregate.all_reduce.exchange import UnderWay
+from stretto.aggregate.all_reduce.planning import BytesOf
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
 from stretto.aggregate.hierarchy.hosts import groups_of
 from stretto.aggregate.hierarchy.value import Hierarchy
 from stretto.aggregate.parameter_server.client import Pull, PulledPayload, Push
 from stretto.aggregate.parameter_server.encoded_rounds import EncodedRounds, RangePlace, codecs_of, served_parameters
-from stretto.aggregate.parameter_server.encoding import refusal
+from stretto.aggregate.parameter_server.encoding import payload_bytes, refusal
 from stretto.aggregate.parameter_server.layout import RANGE_BYTES
 from stretto.aggregate.parameter_server.messages import PushTaken, ValuesPulled
 from stretto.aggregate.parameter_server.network import ServerNetwork, network_of, number_dedicated
@@ -98,11 +99,17 @@ class SynchronousServers(SynchronousAllReduce):
         if job.world_size > 1:
             self._network = network_of(job, servers_of(strategy), len(clients_of(strategy, job)))
         if self._planner is not None:
-            self._planner.measure = self._measure
+            self._planner.measure, self._planner.bytes_of = self._measure, self._bytes_of
 
     @classmethod
     def check_strategy(cls, strategy: Strategy) -> None:
         check_codec(strategy, steps=False)
+        if servers_of(strategy).answers is not None:
+            raise ConfigurationError(
+                f"{strategy.aggregate!r} with sync={strategy.sync!r}: there servers answer with means of gradients, which "
+                f"compress= writes both ways, and not with values.\nLeave answers= out and write compress=, or write another "
+                f"sync=, such as StaleSynchronous(3)."
+            )
         if servers_of(strategy).snapshots is not None:
             raise ConfigurationError(
                 f"{strategy.aggregate!r} with sync={strategy.sync!r}: there the workers step and have everything, and "
@@ -168,6 +175,15 @@ class SynchronousServers(SynchronousAllReduce):
     def _measure(self, what: str) -> TransferCost:
         assert self._network is not None
         return cost_with_servers(self._job, self._network, servers_of(self._strategy).replicas, self._range_bytes)
+
+    def _bytes_of(self, name: str, parameter: Tensor) -> BytesOf:
+        """Pushed and pulled. A mean is written by the codec that has written what it is the mean of."""
+        dense = 2 * parameter.nbytes
+        if parameter.dtype not in SERVED_DTYPES:
+            return BytesOf(dense, dense)
+        shape = tuple(parameter.shape)
+        one_way = payload_bytes(self._strategy.compress.for_parameter(name, shape), name, shape)
+        return BytesOf(2 * one_way, dense)
 
     def server_ledgers(self) -> dict[int, ServerLedger]:
         """What the servers have counted of this model; nothing where there is one worker and no server."""

@@ -2,7 +2,8 @@
 
 A transfer is cut where a schedule cuts it into parts, or smaller where servers need that for equal shares, or where a range would
 be more than the credit. The credit is for each server and each way. It takes a round trip to hear that a push has come, in which
-the link would be idle: so at least `AT_LEAST` ranges may be under way to all servers together.
+the link would be idle: so at least `AT_LEAST` ranges may be under way to all servers together. Without a schedule that orders,
+these are two for each server, or more where the link is fast (`send_window.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Final
 
-from stretto.aggregate.parameter_server.layout import LEAST_RANGE_BYTES, VALUE_BYTES, ServedParameter, range_bytes_for
+from stretto.aggregate.parameter_server.layout import (
+    LEAST_RANGE_BYTES,
+    VALUE_BYTES,
+    ParameterRange,
+    ServedParameter,
+    range_bytes_for,
+)
 from stretto.collectives.urgency import Urgency
 from stretto.plan.transfers import TransferPlan
 
@@ -30,3 +37,8 @@ def urgency_with_servers(urgency: Urgency | None, range_bytes: int, num_servers:
     """The same, with room for enough ranges."""
     least = range_bytes * ceil(AT_LEAST / num_servers)
     return None if urgency is None else urgency._replace(credit_bytes=max(urgency.credit_bytes, least))
+
+
+def least_bytes_under_way(ranges: Sequence[ParameterRange], num_servers: int) -> int:
+    """How many bytes without urgency may be under way to all servers together, in any case."""
+    return max(AT_LEAST, 2 * num_servers) * max((each.num_bytes for each in ranges), default=0)

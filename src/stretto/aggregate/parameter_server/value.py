@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
+from stretto.aggregate.parameter_server.encoding import refusal_of_answers
+from stretto.compress.codec import Codec
 from stretto.errors import ConfigurationError
 
 Placement = Literal["auto", "beside", "dedicated"]
@@ -21,7 +23,9 @@ class ParameterServer:
     of the model is kept, so that as many servers may die at once. `placement`: "dedicated" for those that were started, "beside"
     for processes beside the workers, "auto" for the former if there are any. `snapshots`: a folder into which what the servers
     have is written `every_s` seconds, while training goes on, where servers step; `stretto.load` takes it. None: nowhere.
-    `restarts`: how often each server beside the workers is started again when it dies; it then takes its part over.
+    `restarts`: how often each server beside the workers is started again when it dies; it then takes its part over. `answers`:
+    where servers step, a codec by which they send values as differences to what each worker has, which costs a server its part of
+    the model once for each worker; None: as `compress=` says, which is float32 or 16 bits.
 
     Cost for m bytes, P workers and S servers that share the workers' network cards: a worker sends m and receives m, a server
     receives P m / S and sends as much. With S = P, of which each worker's own server costs no network, every card carries
@@ -41,6 +45,7 @@ class ParameterServer:
     every_s: float = EVERY_S
     placement: Placement = "auto"
     restarts: int = RESTARTS
+    answers: Codec | None = None
 
     def __post_init__(self) -> None:
         if self.placement not in get_args(Placement):
@@ -65,6 +70,11 @@ class ParameterServer:
             )
 
         self._check_snapshots()
+        if self.answers is not None and (reason := refusal_of_answers(self.answers)) is not None:
+            raise ConfigurationError(
+                f"ParameterServer(answers={self.answers!r}): {reason}.\n"
+                f"Write a contraction, such as answers=Int8() or answers=TopK(0.1), or leave it out for float32."
+            )
         if isinstance(self.restarts, bool) or not isinstance(self.restarts, int) or self.restarts < 0:
             raise ConfigurationError(
                 f"ParameterServer(restarts={self.restarts!r}): a server that dies is started again so often, 0 times or more.\n"
