@@ -364,7 +364,7 @@ def test_combinations_without_a_meaning_are_refused_at_construction(make: Any, m
     [
         (mlp, sgd, 0.5, r"Elastic\(rate=0.5\) with 3 groups: together they would draw the center 1.5 times"),
         (lambda: mlp().double(), sgd, None, "parameter 0.weight is float64"),
-        (mlp, torch.optim.LBFGS, None, "LBFGS with elastic averaging"),
+        (mlp, torch.optim.LBFGS, None, "LBFGS where groups train"),
     ],
 )
 def test_models_that_cannot_be_trained_so_are_refused(build: Any, make: Any, rate: float | None, match: str) -> None:

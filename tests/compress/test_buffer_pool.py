@@ -18,6 +18,7 @@ from stretto.compress.bfloat16 import BFloat16
 from stretto.compress.buffer_pool import UNIT_BYTES, BufferPool
 from stretto.compress.codec import Codec, Compression
 from stretto.compress.dynamic8 import Dynamic8
+from stretto.compress.e3m0 import E3M0
 from stretto.compress.ef21 import EF21
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.float16 import Float16
@@ -44,8 +45,8 @@ from stretto.testing import run_jobs
 CPU = torch.device("cpu")
 DRAW = RandomKeys.of_round(2, rank=1)
 CODECS: list[Codec] = [
-    Float16(), BFloat16(), BFloat16(stochastic=True), Int8(16), Int8(16, stochastic=True), Dynamic8(32), QSGD(3, 32),
-    TernGrad(block=64), OneBit(), Sign(64), Sign(64, vote=True),
+    Float16(), BFloat16(), BFloat16(stochastic=True), Int8(16), Int8(16, stochastic=True), Dynamic8(32), E3M0(32),
+    QSGD(3, 32), TernGrad(block=64), OneBit(), Sign(64), Sign(64, vote=True),
 ]  # fmt: skip
 AROUND: list[Compression] = [ErrorFeedback(Sign(64)), ErrorFeedback(BFloat16()), EF21(Int8(16)), OneBitAdam(2, codec=Sign(64))]
 LARGE: list[Compression] = [

@@ -55,7 +55,9 @@ def test_the_table_of_bytes_is_what_the_code_promises() -> None:
 
 def test_every_recipe_that_compresses_is_named() -> None:
     of_others = {"ddp", "data_parallel", "horovod", "mg_wfbp", "p3", "bytescheduler", "tictac", "caramel"}
-    of_others |= {"downpour", "ssp", "softsync", "backup_workers", "mxnet_mpi", "hogwild", "byteps"}
+    of_others |= {"downpour", "ssp", "softsync", "backup_workers", "mxnet_mpi", "hogwild", "byteps", "wagma", "moshpit"}
+    of_others |= {"dpsgd", "adpsgd", "sgp", "overlap_sgp", "choco_sgd", "noloco"}
+    of_others |= {"local_sgd", "post_local_sgd", "slowmo", "diloco", "zero", "zero_r", "hypar_flow"}
     for name in set(recipes.by_name()) - of_others:
         assert f"`recipes.{name}(" in PAGE
 

@@ -19,6 +19,7 @@ from stretto.compress.codec import Codec, Compression
 from stretto.compress.demo import DeMo
 from stretto.compress.dgc import DGC
 from stretto.compress.dynamic8 import Dynamic8
+from stretto.compress.e3m0 import E3M0
 from stretto.compress.ef21 import EF21
 from stretto.compress.error_feedback import ErrorFeedback
 from stretto.compress.float16 import Float16
@@ -98,7 +99,7 @@ WITH_KERNELS: list[Codec] = [
     OneBit(), Dynamic8(), Dynamic8(100), Dynamic8(9000), Float16(), Float16().among(3),
 ]  # fmt: skip
 OTHERS: list[Codec] = [
-    RandomK(0.1), RandomK(0.1, scaled=True), Threshold(0.5),
+    E3M0(), E3M0(100), RandomK(0.1), RandomK(0.1, scaled=True), Threshold(0.5),
 ]  # fmt: skip
 
 

@@ -23,7 +23,17 @@ import torch
 from torch import nn
 
 from laws.cases import BY_NAME, CASES, Case
-from laws.strategies import EVERY_ALGORITHM, PLAIN, SMALL_BUCKETS, STRATEGIES, WAIT_FREE, short
+from laws.strategies import (
+    EVERY_ALGORITHM,
+    IN_SLICES,
+    PARAMETERS_TOO,
+    PLAIN,
+    SMALL_BUCKETS,
+    STRATEGIES,
+    WAIT_FREE,
+    refused,
+    short,
+)
 from laws.training import alone, assert_close, assert_same_bits, build, share, state_of, together
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.planning import ROUNDS_TO_WATCH
@@ -43,12 +53,14 @@ from stretto.plan.choose import Choices
 from stretto.plan.costs import LinkCosts
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
 from stretto.schedule.priority import Priority
+from stretto.shard.replicated import Replicated
 from stretto.strategy import Strategy
 from stretto.testing import run_jobs
 from stretto.wire.frames import HEADER_BYTES
 
 SIZES = (1, 2, 3, 4, 7)
 STEPS = 30
+MANY = 20
 SOME = 10
 FEW = 4
 
@@ -62,16 +74,24 @@ def _worlds() -> list[Any]:
     names = [case.name for case in CASES]
     quick = [(SMALL_BUCKETS, name, 3, SOME) for name in names]
     quick += [(strategy, name, 2, FEW) for strategy in (PLAIN, WAIT_FREE) for name in names]
-    quick += [(strategy, "mlp", size, FEW) for strategy in STRATEGIES for size in SIZES]
+    quick += [(IN_SLICES, name, 3, FEW) for name in names]
+    quick += [(PARAMETERS_TOO, name, 2, FEW) for name in names]
+    quick += [(strategy, "mlp", size, _quick_steps(strategy, size)) for strategy in STRATEGIES for size in SIZES]
     quick += [(strategy, "mlp", 3, FEW) for strategy in EVERY_ALGORITHM]
     quick = list(dict.fromkeys(quick))
     steps = dict.fromkeys(SIZES, FEW) | {3: STEPS}
     whole = [(strategy, "mlp", size, FEW) for strategy in EVERY_ALGORITHM for size in (2, 4, 7)]
     whole += [(strategy, name, size, steps[size]) for strategy in STRATEGIES for name in names for size in SIZES]
+    quick, whole = ([world for world in worlds if world[1] not in refused(world[0])] for worlds in (quick, whole))
     slow = [world for world in whole if world not in set(quick)]
     return [pytest.param(*world, id=_id(world)) for world in quick] + [
         pytest.param(*world, id=_id(world), marks=pytest.mark.slow) for world in slow
     ]
+
+
+def _quick_steps(strategy: Strategy, size: int) -> int:
+    """Those of sharded state are many, in one world."""
+    return MANY if strategy.shard != Replicated() and size == 3 else FEW
 
 
 def _id(world: tuple[Strategy, str, int, int]) -> str:
@@ -174,7 +194,12 @@ def bytes_of(bucket: Bucket, job_rank: int, size: int, algorithm: str, label: st
 
 
 FIXED = [
-    s for s in STRATEGIES if isinstance(s.aggregate, AllReduce) and s.aggregate != AllReduce() and not s.schedule.needs_profile
+    s
+    for s in STRATEGIES
+    if isinstance(s.aggregate, AllReduce)
+    and s.aggregate != AllReduce()
+    and not s.schedule.needs_profile
+    and s.shard == Replicated()
 ]
 
 

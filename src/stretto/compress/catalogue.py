@@ -16,6 +16,7 @@ COMPRESSIONS: Final = {
     "BFloat16": "bfloat16",
     "Int8": "int8",
     "Dynamic8": "dynamic8",
+    "E3M0": "e3m0",
     "QSGD": "qsgd",
     "TernGrad": "tern_grad",
     "OneBit": "one_bit",

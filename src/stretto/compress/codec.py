@@ -175,19 +175,19 @@ class InTorch(Protocol):
 def with_kernels(cpu: str, cuda: str) -> tuple[Encoder, Decoder]:
     """For a codec that is `InTorch`: its own functions, and `encode` and `decode` of these two files in `kernels/`."""
     return (
-        Backend(_encode_in_torch, f"{cpu}.encode", f"{cuda}.encode"),
-        Backend(_decode_in_torch, f"{cpu}.decode", f"{cuda}.decode"),
+        Backend(encode_by_torch, f"{cpu}.encode", f"{cuda}.encode"),
+        Backend(decode_by_torch, f"{cpu}.decode", f"{cuda}.decode"),
     )
 
 
-def _encode_in_torch(codec: InTorch, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
+def encode_by_torch(codec: InTorch, values: Tensor, blocks: Blocks, random: RandomKeys, residual: bool) -> Tensor:
     payload = codec.encode_in_torch(values, blocks, random)
     if residual:
         values.sub_(codec.decode_in_torch(payload, blocks))
     return payload
 
 
-def _decode_in_torch(codec: InTorch, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
+def decode_by_torch(codec: InTorch, payload: Tensor, blocks: Blocks, out: Tensor, adding: bool) -> None:
     decoded = codec.decode_in_torch(payload, blocks)
     if adding:
         out.add_(decoded)

@@ -13,6 +13,9 @@ and sees the updates u of all workers v with these timestamps t:
 so the model that a gradient is computed on lacks at most s steps of each other worker. s = 0 is `Synchronous`: a step sees all
 steps before it. Without a bound it is `Asynchronous`.
 
+That is with servers. With all-reduce the average of a step is applied exactly `bound` steps later
+(`aggregate/all_reduce/pipelined.py`), and nobody is ahead of anybody by more than that either.
+
 Cost:      pushes and pulls as for any server; the wait is that of the slowest worker over s + 1 steps instead of over each one.
            It evens out workers that are slow in turn. One that is slow all the time holds up everybody, s steps later.
 Invariant: no worker *computes* at a clock more than s ahead of the slowest. It blocks when it reads, not when it ends a step, so
@@ -33,7 +36,9 @@ from stretto.sync.counts import check_count
 
 @dataclass(frozen=True, slots=True)
 class StaleSynchronous:
-    """A worker reads a model that has all steps of all workers but the last `bound` ones, and all its own. Typical: 1 to 10."""
+    """A worker reads a model that has all steps of all workers but the last `bound` ones, and all its own. Typical: 1 to 10.
+
+    With all-reduce: the average of a step is applied `bound` steps later, and travels meanwhile. Typical: 1."""
 
     bound: int
 

@@ -1,4 +1,4 @@
-"""What the first worker of a group has got, by itself, and gives to the others of its group; or why it has not."""
+"""What only the first worker of a group fetches, and then gives to the others of the group; or its error, if it failed."""
 
 from __future__ import annotations
 

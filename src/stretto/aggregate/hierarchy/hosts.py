@@ -24,7 +24,7 @@ def groups_of(peers: Sequence[Peer], group_size: int | None) -> list[list[int]]:
 def group_of(job: Job, group_size: int | None) -> Group:
     """This worker's. All workers call it together."""
     mine = next(group for group in groups_of(job.peers, group_size) if job.rank in group)
-    return job.world.sub(mine)
+    return job.world.alone() if mine == [job.rank] else job.world.sub(mine)
 
 
 class Hosts:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from stretto.aggregate.hierarchy import group_admission as admission
 from stretto.aggregate.hierarchy.from_first import FromFirst
 from stretto.aggregate.hierarchy.group_rounds import GroupRounds
-from stretto.aggregate.parameter_server.consistency import rule_for
+from stretto.aggregate.parameter_server.consistency import SyncAnswer, rule_for
 from stretto.aggregate.parameter_server.stepping import SteppingServers
 from stretto.aggregate.parameter_server.training import clients_of
 from stretto.collectives import calls
@@ -59,6 +59,7 @@ class GroupsWithSteppingServers(GroupRounds, SteppingServers):
     def check(cls, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy, job: Job) -> None:
         super().check(model, optimizers, strategy, job)
         if job.world_size > 1:
+            assert isinstance(strategy.sync, SyncAnswer), "another way of training"
             rule_for(strategy.sync, len(clients_of(strategy, job)))
 
     def arrange(self, dense: Sequence[Named], sparse: Sequence[Named]) -> Sequence[Bucket]:

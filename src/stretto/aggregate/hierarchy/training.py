@@ -118,7 +118,7 @@ class SynchronousHierarchy(SynchronousAllReduce):
             why_wire = ASKED_FOR
         elif not self._alike:
             why_wire = "some workers of the job have on a GPU what others have on the CPU"
-        self._fabric = choose_fabric(self._hosts.within, self._job.peers, areas, why_wire=why_wire, former=self._fabric)
+        self._fabric = choose_fabric(self._hosts.within, self._job.all_peers, areas, why_wire=why_wire, former=self._fabric)
         self._job.threads.add(self._fabric)
         self._channels |= self._fabric.channels
 

@@ -62,6 +62,11 @@ class Hierarchy:
                 f"Hierarchy(outer={self.outer!r}): torch's own all-reduce is among all workers, and hosts exchange their shares "
                 f'in groups.\nWrite outer=AllReduce(), which picks by measuring, or outer=AllReduce("ring").'
             )
+        if isinstance(self.outer, ParameterServer) and self.outer.answers is not None:
+            raise ConfigurationError(
+                f"Hierarchy(outer={self.outer!r}): a group passes on what its first worker has pulled, and codecs are for "
+                f"workers that pull by themselves.\nLeave answers= out, or write aggregate={self.outer!r}."
+            )
         self._check_elastic()
         size = self.group_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
