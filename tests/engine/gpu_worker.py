@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -76,5 +78,63 @@ def weights_after(texts: list[str], device: str, steps: int, other_stream: bool)
         found[text] = [value for p in model.parameters() for value in p.flatten().tolist()]
         profile = engine_of(model).training.profile
         found[f"{text}, seconds of backward"] = [] if profile is None else [profile.backward_s]
+    stretto.shutdown()
+    return found
+
+
+def trained_in(texts: list[str], device: str, steps: int) -> dict[str, list[float]]:
+    """For each strategy: what the job has come to, which is the mean of all models where each worker has its own: its loss
+    relative to that of the beginning, and all parameters."""
+    job = stretto.init()
+    found: dict[str, list[float]] = {}
+    test = torch.randn(64, 6, generator=torch.Generator().manual_seed(7)).to(device)
+    for text in texts:
+        model = _model().to(device)
+        before = (model(test) - 1.0).pow(2).mean().item()
+        _, optimizer = stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), text)
+        for number in range(steps):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + job.rank)).to(device)
+            torch.autograd.backward((model(x) - 1.0).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        stretto.consensus(model)
+        stretto.barrier()
+        stretto.release(model)
+        assert all(p.device.type == device for p in model.parameters())
+        after = (model(test) - 1.0).pow(2).mean().item()
+        found[text] = [after / before, *(value for p in model.parameters() for value in p.flatten().tolist())]
+    stretto.shutdown()
+    return found
+
+
+def in_slices(text: str, device: str, steps: int) -> dict[str, Any]:
+    """What a worker has after some steps with `shard=Zero(...)`: all weights; where its optimizer's state and the slices that are
+    stepped are, and whether pinned; and the bytes on the device for each parameter, between a backward and its step."""
+    job = stretto.init()
+    torch.manual_seed(0)
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(50)]).to(device)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    _, optimizer = stretto.distribute(model, torch.optim.AdamW(model.parameters(), lr=1e-3), text)
+    held = 0
+    for number in range(steps):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * number + job.rank)).to(device)
+        torch.autograd.backward(model(x).pow(2).mean())
+        del x
+        held = torch.cuda.memory_allocated() - before if device == "cuda" else 0
+        optimizer.step()
+        optimizer.zero_grad()
+    sliced: Any = engine_of(model).training
+    tensors: list[Tensor] = []
+    for each in sliced._optimizers:
+        for _, piece in each.pieces:
+            state = each.state_of(piece)
+            tensors += [piece.weight, state["exp_avg"], state["exp_avg_sq"]]
+    found = {
+        "weights": [value for weight in model.state_dict().values() for value in weight.flatten().tolist()],
+        "where": sorted({tensor.device.type for tensor in tensors}),
+        "pinned": all(tensor.is_pinned() for tensor in tensors),
+        "bytes": held / num_parameters,
+    }
     stretto.shutdown()
     return found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.worker import remembered
+from stretto.aggregate.all_reduce import compression_thread
 from stretto.aggregate.all_reduce.compression_thread import CompressionThread, ThreadedExchange
 from stretto.aggregate.all_reduce.exchange import UnderWay
 from stretto.checkpoint import load, save
@@ -737,6 +738,29 @@ def test_an_exchange_that_raises_is_raised_where_it_is_waited_for() -> None:
     thread.stop()
 
 
+def test_a_thread_that_fails_ends_what_is_under_way_and_what_is_submitted_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def under_way() -> UnderWay:
+        yield Pending(Request(Plan(Kind.BARRIER, "none", 0, 1, 1, ()), torch.empty(0)))  # which never ends
+
+    def no_stream(*of: object) -> None:
+        raise RuntimeError("no stream, on purpose")
+
+    thread = CompressionThread()
+    first = thread.submit(under_way(), torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(compression_thread, "_stream_of", no_stream)
+        second = thread.submit(under_way(), torch.device("cpu"))
+        for exchange in (first, second):
+            with pytest.raises(StrettoError, match="the compression thread failed: .*on purpose"):
+                exchange.wait()
+    thread._thread.join(5)
+    with pytest.raises(StrettoError, match="the compression thread has ended"):
+        thread.submit(under_way(), torch.device("cpu")).wait()
+    assert "the compression thread failed" in caplog.text
+
+
 class Computation:
     """A GPU's event, that passes when the test says so."""
 
@@ -760,7 +784,7 @@ def test_a_bucket_whose_gradients_are_not_computed_yet_holds_up_no_other_but_tho
 
     thread, computation = CompressionThread(), Computation()
     first = thread.submit(under_way("first"), torch.device("cpu"))
-    late, closing = (ThreadedExchange(under_way(name), torch.device("cpu")) for name in ("late", "closing"))
+    late, closing = (ThreadedExchange(under_way(name), torch.device("cpu"), thread._thread) for name in ("late", "closing"))
     late.submitted = computation  # type: ignore[assignment]
     thread._ready.put(late)
     thread._ready.put(closing)
@@ -780,7 +804,8 @@ def test_buckets_that_wait_for_a_gpu_end_with_their_thread() -> None:
         raise AssertionError("it never begins")
         yield
 
-    thread, exchange, computation = CompressionThread(), ThreadedExchange(under_way(), torch.device("cpu")), Computation()
+    thread, computation = CompressionThread(), Computation()
+    exchange = ThreadedExchange(under_way(), torch.device("cpu"), thread._thread)
     exchange.submitted = computation  # type: ignore[assignment]
     thread._ready.put(exchange)
     assert computation.was_asked.wait(5)

@@ -55,14 +55,14 @@ class Bucket:
     def _take_memory(self, dtype: torch.dtype, device: torch.device) -> None:
         count, tail = self.num_gradient_elements, self._tail_elements
         self.flat = torch.zeros(count + tail, dtype=dtype, device=device)
-        self.views = _views(self.flat, self.parameters)
+        self.views = views_of(self.flat, self.parameters)
         self.tail = self.flat[count:]
         if self._tail_on_host:
             self.tail = torch.zeros(tail, dtype=dtype, device="cpu", pin_memory=True)
-        self.on_wire = _alias(self.flat)
+        self.on_wire = alias_of(self.flat)
         self._references = list(map(sys.getrefcount, self.views))
         self._addresses = list(map(Tensor.data_ptr, self.views))
-        self._users = _num_users(self.flat)
+        self._users = num_users(self.flat)
 
     @property
     def is_held(self) -> bool:
@@ -70,7 +70,7 @@ class Bucket:
         the very tensors that are gradients other memory. To be asked while no round is under way."""
         if list(map(Tensor.data_ptr, self.views)) != self._addresses:
             return True
-        if _num_users(self.flat) > self._users:
+        if num_users(self.flat) > self._users:
             return True
         counts = list(map(sys.getrefcount, self.views))
         if counts == self._references:
@@ -149,7 +149,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
-def _alias(flat: Tensor) -> Tensor:
+def alias_of(flat: Tensor) -> Tensor:
     """The same memory as a tensor of its own for the wire, whose views do not count among the users of `flat`: the communication
     thread may keep one for a moment after a collective has ended. What lies on a GPU is copied by whatever sends it."""
     if flat.device.type != "cpu" or flat.numel() == 0:  # a parameter without elements may have a bucket to itself
@@ -157,10 +157,18 @@ def _alias(flat: Tensor) -> Tensor:
     return torch.from_numpy(flat.view(torch.uint8).numpy()).view(flat.dtype)
 
 
-def _num_users(flat: Tensor) -> int:
+def num_users(flat: Tensor) -> int:
     """How many tensors there are on this memory."""
     count: int = torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
     return count
+
+
+def is_only_here(holder: list[Tensor | None]) -> bool:
+    """Whether the first tensor of a list is nobody else's, nor its memory: neither the program's nor autograd's."""
+    fresh: list[Tensor | None] = [torch.empty(1, dtype=torch.uint8, device="cpu")]
+    mine, like = holder[0], fresh[0]
+    assert mine is not None and like is not None
+    return num_users(mine) <= num_users(like) and sys.getrefcount(mine) <= sys.getrefcount(like)
 
 
 def refuse_graph(gradient: Tensor) -> None:
@@ -174,7 +182,7 @@ def refuse_graph(gradient: Tensor) -> None:
         )
 
 
-def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Each parameter's part of `flat`, in the parameter's own memory layout where it is dense (channels-last stays so)."""
     views, start = [], 0
     for parameter in parameters:
@@ -188,7 +196,7 @@ def _views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def dimension_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """Its dimensions as its gradient lies in memory, the outermost first, where that is not their own order; see `_views`."""
+    """Its dimensions as its gradient lies in memory, the outermost first, where that is not their own order; see `views_of`."""
     if tensor.is_contiguous() or not _is_dense(tensor):
         return None
     return tuple(sorted(range(tensor.dim()), key=lambda dimension: tensor.stride()[dimension], reverse=True))

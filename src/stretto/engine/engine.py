@@ -87,7 +87,7 @@ class Engine:
         channel = job.new_channel()
         self.name = f"{type(self.model).__name__} (model {channel - PUBLIC_CHANNEL})"
         self.training: Training[Any] = strategy.bind(
-            job, Setting(self.model, self.name, channel, self.loop, check_finite, model, scaler, profile)
+            job, Setting(self.model, self.name, channel, self.loop, check_finite, model, scaler, profile, broadcast_buffers)
         )
         self.synchronising = self.engaged = self.training.engaged
         self.rounds = 0
@@ -163,7 +163,7 @@ class Engine:
             self._use_hooks = before_each_use(self.model, self.called, self.loop.optimizers, self.training, self._read_elsewhere)
 
     def choices_loaded(self) -> None:
-        """What `auto` chose has been replaced, on all workers. No round may be open."""
+        """What `auto` chose, or what the Training remembers, has been replaced, on all workers. No round may be open."""
         if self.engaged and not self.training.is_current():
             self._arrange_anew()
 
@@ -395,6 +395,7 @@ class Engine:
             return  # a gradient is this worker's own, and nobody else needs to come here
         on_mean = bool(self.loop.backwards) and self._final and any(self.places.holds_result(p) for _, p in self.places.dense)
         if not self.loop.anybody_has_accumulated(self.job, on_mean, self.training.no_second_mean):
+            self.training.finish()
             return
         if self.loop.backwards:
             self._finish_round(Participation.WORKING)

@@ -28,11 +28,20 @@ class FiniteCheck:
         if self._first_bad is None and gradient is not None and not is_finite(gradient):
             self._first_bad = name
 
-    def conclude(self, job: Job, combined: Iterable[Tensor]) -> None:
-        """Raise on all workers if anything combined is not finite. `combined` is the same on all of them."""
+    def conclude(self, job: Job, combined: Iterable[Tensor], *, alike: bool = True) -> None:
+        """Raise on all workers if anything combined is not finite. `alike`: `combined` is the same on all of them."""
+        mine, self._first_bad = self._first_bad, None
+        bad = not all(is_finite(gradient) for gradient in combined)
+        if not alike:
+            bad = any(job.gather_object(bad))
+        if bad:
+            raise NonFiniteGradient({rank: name for rank, name in enumerate(job.gather_object(mine)) if name is not None})
+
+    def conclude_alone(self, rank: int, combined: Iterable[Tensor], what: str) -> None:
+        """The same where nothing may be sent: each worker knows only whether it was its own."""
         mine, self._first_bad = self._first_bad, None
         if not all(is_finite(gradient) for gradient in combined):
-            raise NonFiniteGradient({rank: name for rank, name in enumerate(job.gather_object(mine)) if name is not None})
+            raise NonFiniteGradient({} if mine is None else {rank: mine}, what)
 
 
 def is_finite(gradient: Tensor) -> bool:

@@ -20,24 +20,26 @@ from stretto.errors import ConfigurationError
 ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)  # of zero_grad(set_to_none=False)
 
 
-class GradientUnderWay(Tensor):
-    """Stands in for one parameter's gradient. Made once for each parameter, and used again in every round. `is_zeroed`: the
-    program has set it to zero, so that what arrives is not what it wants to see."""
+class StandIn(Tensor):
+    """Abstract: stands in for one parameter's gradient. Made once for each parameter, and used again in every round. `is_zeroed`:
+    the program has set it to zero, so that what the round gives is not what it wants to see."""
 
     is_zeroed: bool
+    added: Tensor | None  # what autograd has added to it since the round, where it lets it
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, dtype: torch.dtype) -> GradientUnderWay:
-        made: GradientUnderWay = Tensor._make_wrapper_subclass(
+    def __new__(cls, parameter: Tensor, dtype: torch.dtype) -> StandIn:
+        made: StandIn = Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=dtype, device=parameter.device
         )
         return made
 
     def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
-        pass
+        self.is_zeroed = False
+        self.added = None
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"GradientUnderWay(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -49,8 +51,8 @@ class GradientUnderWay(Tensor):
     ) -> Any:
         if function in ZEROING:
             for gradient in [args[0]] if isinstance(args[0], Tensor) else args[0]:
-                if isinstance(gradient, GradientUnderWay):
-                    gradient.is_zeroed = True
+                if isinstance(gradient, StandIn):
+                    gradient.make_zero()
                 else:
                     gradient.zero_()
             return args[0] if function is torch.ops.aten.zero_.default else None
@@ -58,10 +60,31 @@ class GradientUnderWay(Tensor):
             return args[0]
         if function is torch.ops.aten.zeros_like.default:
             return torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device)
-        raise ConfigurationError(
-            f"{function} of a gradient that is still on its way: with cross_barrier=True the mean over all workers arrives "
-            f"during the next forward, and each parameter is updated then.\n"
-            f"Call optimizer.synchronize() after backward() and before clipping, unscaling or reading gradients: this step then "
-            f"waits for all of them. A second backward() before the step belongs into `with stretto.no_sync(model):` (all but "
-            f"the last), and optimizer.zero_grad() comes before the next one."
-        )
+        return cls.compute(function, args, kwargs or {})
+
+    def make_zero(self) -> None:
+        """The program sets it to zero."""
+        self.is_zeroed = True
+
+    @classmethod
+    def compute(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Any other operation that has a stand-in among its arguments."""
+        raise NotImplementedError
+
+
+class GradientUnderWay(StandIn):
+    """Its values are on their way, and nobody may wait for them unasked."""
+
+    @classmethod
+    def compute(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        raise still_on_its_way(function)
+
+
+def still_on_its_way(function: Callable[..., Any]) -> ConfigurationError:
+    return ConfigurationError(
+        f"{function} of a gradient that is still on its way: with cross_barrier=True the mean over all workers arrives "
+        f"during the next forward, and each parameter is updated then.\n"
+        f"Call optimizer.synchronize() after backward() and before clipping, unscaling or reading gradients: this step then "
+        f"waits for all of them. A second backward() before the step belongs into `with stretto.no_sync(model):` (all but "
+        f"the last), and optimizer.zero_grad() comes before the next one."
+    )

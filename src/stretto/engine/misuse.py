@@ -10,7 +10,7 @@ from stretto.errors import ConfigurationError
 def second_mean(answer: str) -> ConfigurationError:
     return ConfigurationError(
         f"a second backward before optimizer.step(), with {answer}: p.grad already holds the "
-        f"mean over all workers, and what is on top of it would be compressed together with it, again.\n"
+        f"mean over all workers, and what is on top of it would go through the exchange together with it, again.\n"
         f"Put all but the last backward into `with stretto.no_sync(model):`, or call optimizer.zero_grad() (with "
         f"set_to_none=True, the default) before the next one if this step is to be left out. (Re-entrant checkpointing "
         f"of the whole model makes a backward of each of its segments: use checkpoint(..., use_reentrant=False).)"
@@ -93,7 +93,7 @@ def synchronize_in_no_sync(model: str) -> ConfigurationError:
 def synchronize_over_mean(answer: str, rank: int) -> ConfigurationError:
     return ConfigurationError(
         f"synchronize() with {answer}: on rank {rank} p.grad still holds the mean of a former round, which no step "
-        f"has used, and what was accumulated on top of it would be compressed together with it, again.\n"
+        f"has used, and what was accumulated on top of it would go through the exchange together with it, again.\n"
         f"Call optimizer.step() or optimizer.zero_grad() (with set_to_none=True, the default) after every synchronize()."
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from stretto.engine.bucket import Bucket, refuse_graph
-from stretto.engine.gradient_under_way import GradientUnderWay
+from stretto.engine.gradient_under_way import StandIn
 from stretto.engine.training import Named, Training
 from stretto.engine.watch import Watch
 from stretto.engine.weak_hook import Orphan, when_accumulated
@@ -70,7 +70,7 @@ class Places:
         """Whether the gradient is what a round has left there. A mean of means is the mean only without loss: a new gradient of
         this worker's would lie on top of everybody's old one."""
         bucket, slot = self.of[parameter]
-        return parameter.grad is bucket.views[slot] or isinstance(parameter.grad, GradientUnderWay)
+        return isinstance(parameter.grad, StandIn) or parameter.grad is bucket.views[slot]
 
     def name_of(self, parameter: Tensor) -> str:
         return next(name for name, other in self.wanted if other is parameter)
@@ -78,7 +78,7 @@ class Places:
     def take_in(self) -> None:
         """Move gradients that are there to their places. What is on its way has none."""
         for parameter, (bucket, slot) in self.of.items():
-            if parameter.grad is not None and not isinstance(parameter.grad, GradientUnderWay):
+            if parameter.grad is not None and not isinstance(parameter.grad, StandIn):
                 bucket.put(slot)
 
     def leave_held_memory(self) -> None:

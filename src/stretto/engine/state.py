@@ -60,10 +60,10 @@ def copy_buffers(job: Job, watch: Watch, broadcast: Callable[[Tensor], Tensor], 
         if job.rank != 0:
             parts = torch.split(flat, [part.numel() for part in distinct])
             for buffer, shape, part in zip(group, distinct, parts, strict=True):
-                _write_buffer(watch, buffer, part.view(shape.shape), hidden=id(buffer) in statistics, saved=saved)
+                write_buffer(watch, buffer, part.view(shape.shape), hidden=id(buffer) in statistics, saved=saved)
 
 
-def _write_buffer(watch: Watch, buffer: Tensor, value: Tensor, *, hidden: bool, saved: bool) -> None:
+def write_buffer(watch: Watch, buffer: Tensor, value: Tensor, *, hidden: bool, saved: bool) -> None:
     if hidden:
         buffer.data.copy_(value)
     elif torch.equal(distinct_elements(buffer), value):
@@ -136,9 +136,13 @@ def copy_optimizer(job: Job, optimizer: Optimizer, root: int = 0) -> None:
         load_exactly(optimizer, state)
 
 
+class Exact(dict[Any, Any]):
+    """The `state` of a `state_dict` whose dtypes are to stay, for whoever takes it in instead of the optimizer."""
+
+
 def load_exactly(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """`optimizer.load_state_dict(state_dict)`, and then every tensor has the dtype that it has in `state_dict`."""
-    optimizer.load_state_dict(state_dict)
+    optimizer.load_state_dict({**state_dict, "state": Exact(state_dict["state"])})
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, parameter in zip(names, parameters, strict=True):
@@ -179,6 +183,11 @@ def _described(optimizer: Optimizer, tensors: list[Tensor]) -> tuple[Any, str]:
     except (TypeError, ValueError, OverflowError) as unwritable:
         return None, str(unwritable)
     return skeleton, ""
+
+
+def unsendable(optimizer: Optimizer) -> str:
+    """What of its state cannot be sent to another worker, in words; empty if all of it can."""
+    return _described(optimizer, [])[1]
 
 
 def take_apart(value: Any, tensors: list[Tensor]) -> Any:

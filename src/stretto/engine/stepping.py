@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from stretto.collectives.plan import Kind
 from stretto.engine import misuse
 from stretto.engine.admission import check_optimizer
+from stretto.engine.gradient_under_way import StandIn
 from stretto.engine.postponed_step import is_taking_step
 from stretto.engine.weak_hook import owners
 from stretto.job import Job
@@ -56,6 +57,8 @@ class Given:
         handles = [optimizer.register_step_pre_hook(given.before)]
         if engine.engaged:  # otherwise there are no rounds, and nothing would ever read what is noted
             handles.append(optimizer.register_step_post_hook(given.after))
+            # Before hooks of the user's own, which may read what the step has done.
+            optimizer._optimizer_step_post_hooks.move_to_end(handles[-1].id, last=False)  # type: ignore[attr-defined]
         return handles
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -121,7 +124,7 @@ def look_before_step(engine: Engine, optimizer: Optimizer) -> None:
     if loop.backwards and engine.buckets:
         if has_nonzero(parameter.grad for parameter in stepped_by(optimizer, engine)):
             raise misuse.step_without_round(optimizer, engine.name, len(loop.backwards))
-    elif loop.is_second_step(optimizer) and not (loop.warned or loop.joining or engine.job.world_size == 1):
+    elif loop.is_second_step(optimizer) and engine.buckets and not (loop.warned or loop.joining or engine.job.world_size == 1):
         places = engine.places
         own = (p.grad for p in stepped_by(optimizer, engine) if p in places.of and not places.holds_result(p))
         if has_nonzero(own):
@@ -135,7 +138,12 @@ def stepped_by(optimizer: Optimizer, engine: Engine) -> Iterator[Tensor]:
 
 def has_nonzero(gradients: Iterable[Tensor | None]) -> bool:
     """Whether a step would use any of these. Zeros are as good as none: the same on all workers."""
-    return any(gradient is not None and bool((_dense_values(gradient) != 0).any()) for gradient in gradients)
+    return any(gradient is not None and bool((_dense_values(gradient) != 0).any()) for gradient in map(_own_part, gradients))
+
+
+def _own_part(gradient: Tensor | None) -> Tensor | None:
+    """What a stand-in stands for has been combined; backward may have added to it since."""
+    return gradient.added if isinstance(gradient, StandIn) else gradient
 
 
 def _dense_values(gradient: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
@@ -79,6 +80,7 @@ class Setting:
     called: nn.Module  # what the training loop calls: the model, or what torch.compile has made of it
     scaler: Any = None  # the GradScaler that was given to distribute()
     profile: list[StepProfile | None] | None = None  # that was given to distribute(): one, on rank 0 alone; None: none was given
+    broadcast_buffers: bool = True  # buffers are to be equal on all workers
 
 
 class RoundEnd(NamedTuple):
@@ -120,6 +122,9 @@ class Training(ABC, Generic[B]):
     state_text: str | None = None  # what its state belongs to, so that none of another kind is taken; None: it never has one
     placement: str = ""  # what else decides which worker keeps what of its own: state of another one goes through `shared_out`
     goes_on_without: bool = False  # whether it needs no worker but this one, or its group: others may die
+    replicas_differ: bool = False  # each worker has parameters, buffers and optimizer state of its own: they are saved for each
+    is_in_slices: bool = False  # state of the optimizers is in slices, each on one worker: it comes back by collectives
+    parameters_in_slices: bool = False  # the parameters are too, but while a module computes with them
     no_join: str | None = None  # why workers cannot run out of data at different times, if so
 
     def __init__(self, strategy: Strategy, job: Job, setting: Setting) -> None:
@@ -144,7 +149,8 @@ class Training(ABC, Generic[B]):
         `sparse` have gradients that no bucket can hold. No buckets: gradients stay this worker's own, and no round begins."""
 
     def is_current(self) -> bool:
-        """Whether `arrange` would give the same again for the same parameters, although what `auto` chose has been replaced."""
+        """Whether `arrange` would give the same again for the same parameters, although what `auto` chose, or what this
+        remembers, has been replaced."""
         return True
 
     def adopt(self, new: Sequence[Tensor], found: Sequence[Named]) -> None:
@@ -197,6 +203,20 @@ class Training(ABC, Generic[B]):
     def after_step(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped."""
 
+    def whole_parameters(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Within it these parameters can be read and written, if all workers write the same. All workers enter it together."""
+        return nullcontext()
+
+    def hook_model(self) -> None:
+        """The engine has set its hooks on the model: whoever has its own there may set them after these."""
+
+    def show_parameters(self) -> None:
+        """All parameters are about to be copied: they are to have their values until training goes on. On all workers."""
+
+    def finish(self) -> None:
+        """The user calls `stretto.synchronize`, and nobody has accumulated anything; or the model is about to be released: take
+        the steps that are left, on all workers. May wait, and must begin no collective."""
+
     # -- what is remembered -------------------------------------------------------------------------------------------
 
     def state(self) -> TrainingState:
@@ -214,9 +234,23 @@ class Training(ABC, Generic[B]):
         """All workers are in `stretto.save`, and none takes a step before it has ended: bring the parameters up to date. May
         wait, and must begin no collective of all workers: one that fails here goes on to the next of `save`."""
 
+    def result_shown(self) -> AbstractContextManager[None]:
+        """Within it the model holds what `stretto.save` is to write: where replicas differ, their mean. All workers enter it
+        together, after `before_save` has ended well on all of them, so what begins it may be a collective."""
+        return nullcontext()
+
+    def own_model(self) -> dict[str, dict[str, Tensor]]:
+        """Within `result_shown`: what of the model is this worker's own and not what is shown, if `replicas_differ`. Parameters
+        and buffers, each by name."""
+        return {}
+
+    def load_own_model(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """The reverse, before `load_state`: where as many workers go on as have saved."""
+
     def before_release(self) -> None:
         """The model is being distributed anew, on all workers, and none takes a step before it is: what this keeps elsewhere
-        comes back into the model and its optimizers. May wait, and must begin no collective of all workers."""
+        comes back into the model and its optimizers. May wait; a collective of all workers that begins here must be one that
+        fails on all of them if it fails."""
 
     def begin_anew(self) -> None:
         """`stretto.load` has replaced the model, its optimizers and, where `load_state` was called, what this remembers, on all
@@ -225,6 +259,10 @@ class Training(ABC, Generic[B]):
     def shared_out(self, everybody: Sequence[TensorsByName]) -> TensorsByName:
         """What one worker begins with of its own, where another number of workers have saved `everybody`'s."""
         return {}
+
+    def catching_up(self) -> AbstractContextManager[None]:
+        """At the end of `join` everybody becomes equal to one worker, outside of it: all that is not so already."""
+        return nullcontext()
 
     def close(self) -> None:
         """No further call comes. Nothing is sent."""

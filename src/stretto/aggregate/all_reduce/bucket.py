@@ -83,6 +83,7 @@ class ReducedBucket(Bucket):
         self.compression = compression
         self.layout = Layout.in_memory((name, p.shape, dimension_order(p)) for name, p in members)
         self.state = None if compression.lossless else CompressionState(self.layout, device)
+        self.closes = False  # whether it is the closing bucket of its arrangement
         self.turn: ExchangeContext | None = None  # in this round, if it is compressed
         self.exchange: Exchange | None = None  # in this round, once it has left
         self.sending = Sending()  # among other buckets
@@ -119,6 +120,13 @@ class ReducedBucket(Bucket):
         memory: BufferPool = self.kept.setdefault(BufferPool, BufferPool())
         return memory.empty(len(gradients), torch.float32, gradients.device).copy_(gradients)
 
+    def add(self, slot: int, gradient: Tensor) -> None:
+        """Add to one of the combined gradients."""
+        self.views[slot].add_(gradient)
+
+    def land(self) -> None:
+        """It has arrived: `gradients` are what the exchange has left for this worker."""
+
     def forget(self) -> None:
         """Begin anew with what its compression remembers."""
         if self.state is not None:
@@ -152,12 +160,13 @@ def make_buckets(
     native_on: torch.device | None = None,
     *,
     apart: bool = False,
+    kind: type[ReducedBucket] | None = None,
 ) -> list[ReducedBucket]:
     """The buckets in the order in which they are expected, the closing one last.
 
     `apart`: the closing bucket has the notes of all parameters and no gradients, as it always has beside compressed ones.
-    `native_on`: the device where torch's own all-reduce wants all that it sends. It needs one order of buckets on all workers, so
-    none leaves early."""
+    `kind`: of all buckets but that one. `native_on`: the device where torch's own all-reduce wants all that it sends. It needs
+    one order of buckets on all workers, so none leaves early."""
     parameters = dict(named)
     groups = [[(name, parameters[name]) for name in transfer.parameters] for transfer in plan.transfers]
     precise = [number for number, group in enumerate(groups) if gradient_dtype(group[0][1]) in PRECISE]
@@ -165,7 +174,7 @@ def make_buckets(
     last = None if apart or not precise else precise[-1]
     early = plan.early and native_on is None
     buckets = [
-        _bucket(group, compress, early and number != last, noted=not apart, on_host=native_on is None)
+        _bucket(kind or ReducedBucket, group, compress, early and number != last, noted=not apart, on_host=native_on is None)
         for number, group in enumerate(groups)
     ]
     for bucket, transfer in zip(buckets, plan.transfers, strict=True):
@@ -179,19 +188,22 @@ def make_buckets(
         buckets.append(buckets.pop(last))
     for number, bucket in enumerate(buckets):
         bucket.number = number
+    buckets[-1].closes = True
     return buckets
 
 
-def _bucket(group: Sequence[Named], compress: Compression, early: bool, *, noted: bool, on_host: bool) -> ReducedBucket:
+def _bucket(
+    kind: type[ReducedBucket], group: Sequence[Named], compress: Compression, early: bool, *, noted: bool, on_host: bool
+) -> ReducedBucket:
     name, parameter = group[0]
     answer, dtype = compress.for_parameter(name, tuple(parameter.shape)), gradient_dtype(parameter)
     notes_on_host = on_host and parameter.device.type == "cuda"
-    return ReducedBucket(
+    return kind(
         group, dtype, parameter.device, answer, noted=len(group) if noted else None, early=early, notes_on_host=notes_on_host
     )
 
 
 def layout_digest(buckets: Sequence[ReducedBucket], sparse: Sequence[Named]) -> int:
     """A checksum of which parameter lies where: workers with different layouts must not add one's gradients to another's."""
-    places = [f"{bucket.number} {name} {view.shape} {view.stride()}" for bucket in buckets for name, view in bucket.named_views]
+    places = [f"{bucket.number} {place.name} {place.shape} {place.order}" for bucket in buckets for place in bucket.layout.places]
     return zlib.crc32("\n".join([*places, *(name for name, _ in sparse)]).encode())

@@ -7,13 +7,14 @@ had of their own, so the mean over workers, which is what has yet to be said, is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stretto.aggregate.all_reduce.bucket import ReducedBucket
+from stretto.compress.codec import Compression
 from stretto.compress.state import SERVER
 from stretto.engine.training import TensorsByName, TrainingState
 
@@ -37,18 +38,25 @@ def restore(buckets: Sequence[ReducedBucket], saved: TrainingState, rank: int, w
             bucket.compression.restore(bucket.state, saved.own, saved.shared, rank, world_size)
 
 
-def check(saved: Mapping[str, Mapping[str, Any]], buckets: Sequence[ReducedBucket]) -> str | None:
-    """The first tensor that cannot belong to the parameter it is saved under, or None."""
+def check(saved: Mapping[str, Mapping[str, Any]], known: Iterable[tuple[str, int, Compression]]) -> str | None:
+    """The first tensor that cannot belong to the parameter it is saved under, or None. `known`: the parameters' names, their
+    numbers of elements and what they are compressed with."""
+    for name, num_elements, compression in known:
+        for kind, value in saved.get(name, {}).items():
+            if not isinstance(value, Tensor):
+                return f"{kind} of {name} is a {type(value).__name__}, not a tensor"
+            if kind in compression.flat_kinds and value.numel() != num_elements:
+                return f"{kind} of {name} has {value.numel()} elements, the parameter {num_elements}"
+            if not bool(value.isfinite().all()):
+                return f"{kind} of {name} holds values that are not finite"
+    return None
+
+
+def compressed_in(buckets: Iterable[ReducedBucket]) -> Iterator[tuple[str, int, Compression]]:
+    """What `check` is to know of the parameters in these buckets."""
     for bucket in buckets:
         for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-            for kind, value in saved.get(name, {}).items():
-                if not isinstance(value, Tensor):
-                    return f"{kind} of {name} is a {type(value).__name__}, not a tensor"
-                if kind in bucket.compression.flat_kinds and value.numel() != parameter.numel():
-                    return f"{kind} of {name} has {value.numel()} elements, the parameter {parameter.numel()}"
-                if not bool(value.isfinite().all()):
-                    return f"{kind} of {name} holds values that are not finite"
-    return None
+            yield name, parameter.numel(), bucket.compression
 
 
 def mean_of(everybody: Sequence[TensorsByName], world_size: int) -> TensorsByName:

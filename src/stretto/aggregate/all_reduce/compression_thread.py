@@ -9,6 +9,7 @@ behind it, and wait for the rest of backward.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from collections import deque
@@ -22,26 +23,32 @@ from stretto.errors import StrettoError
 
 STOP_S = 5.0
 COMPUTED_POLL_S: Final = 0.0003
+log = logging.getLogger("stretto")
 
 
-class ThreadedExchange:
+class ThreadedExchange(InProgress):
     """An exchange that the thread advances."""
 
-    def __init__(self, under_way: UnderWay, device: torch.device) -> None:
+    def __init__(self, under_way: UnderWay, device: torch.device, thread: threading.Thread) -> None:
+        super().__init__()
         self.under_way = under_way
+        self._thread = thread
         self.device = device
-        self.error: BaseException | None = None
         self.waits_for: InProgress | None = None
         self.submitted: torch.cuda.Event | None = None
         self.finished: torch.cuda.Event | None = None
-        self._done = threading.Event()
         if device.type == "cuda":
             self.submitted = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> None:
-        """Return when it has ended; raise what went wrong. Every collective has a deadline, and `stop` ends the rest."""
-        while not self._done.wait(1.0):
-            pass
+        """Return when it has ended; raise what went wrong.
+
+        There is no deadline of its own. Each collective of it has one, and it may have to wait for other exchanges first, or for
+        the GPU to compute what it begins with. A thread that ends, whatever the reason, ends its exchanges; one that is submitted
+        too late for that finds out here."""
+        while not self._finished.wait(1.0):
+            if not self._thread.is_alive() and not self.done:
+                raise StrettoError("the compression thread has ended, and this exchange with it. The log says why: report it.")
         if self.finished is not None:  # also after an error: what is under way on the GPU still uses the bucket's memory
             torch.cuda.current_stream(self.device).wait_event(self.finished)
         if self.error is not None:
@@ -49,7 +56,7 @@ class ThreadedExchange:
 
     def has_ended(self, within_s: float) -> bool:
         """Wait for its end so long, and say whether it has come, well or not."""
-        return self._done.wait(within_s)
+        return self._finished.wait(within_s)
 
     @property
     def is_computed(self) -> bool:
@@ -60,18 +67,10 @@ class ThreadedExchange:
             return True
 
     @property
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    @property
     def arrived(self) -> bool:
         if not self.done or self.error is not None:
             return False
         return self.finished is None or bool(self.finished.query())  # type: ignore[no-untyped-call]
-
-    def end(self, error: BaseException | None) -> None:
-        self.error = error
-        self._done.set()
 
 
 class CompressionThread:
@@ -85,10 +84,10 @@ class CompressionThread:
         self._thread.start()
 
     def submit(self, under_way: UnderWay, device: torch.device) -> ThreadedExchange:
-        exchange = ThreadedExchange(under_way, device)
+        exchange = ThreadedExchange(under_way, device, self._thread)
         with self._lock:
             if self._stopped:
-                exchange.end(_shut_down())
+                exchange.finish(_shut_down())
             else:
                 self._ready.put(exchange)
         return exchange
@@ -114,14 +113,20 @@ def _run(ready: queue.SimpleQueue[ThreadedExchange | None]) -> None:
     streams: dict[torch.device, torch.cuda.Stream] = {}
     under_way: set[ThreadedExchange] = set()
     early: deque[ThreadedExchange] = deque()
-    while _take_step(ready, early, streams, under_way):
-        pass
+    error = _shut_down()
+    try:
+        while _take_step(ready, early, streams, under_way):
+            pass
+    except Exception as failure:  # a bug of ours, or a GPU without a stream, must not leave anybody waiting for ever
+        log.exception("the compression thread failed")
+        error = StrettoError(f"the compression thread failed: {failure!r}")
+        error.__cause__ = failure
     under_way |= set(early)
     while not ready.empty():
         under_way |= {left for left in [ready.get()] if left is not None}
     for exchange in under_way:
         if not exchange.done:
-            exchange.end(_shut_down())
+            exchange.finish(error)
 
 
 def _take_step(
@@ -134,9 +139,11 @@ def _take_step(
     exchange = _next(ready, early)
     if exchange is None:
         return False
+    under_way.add(exchange)
     with _stream_of(exchange, streams):
         _advance(exchange, ready)
-    (under_way.discard if exchange.done else under_way.add)(exchange)
+    if exchange.done:
+        under_way.discard(exchange)
     return True
 
 
@@ -182,4 +189,4 @@ def _end(exchange: ThreadedExchange, error: BaseException | None) -> None:
     if exchange.device.type == "cuda":
         with contextlib.suppress(RuntimeError):  # a GPU that has failed: there is nothing to wait for, and an error to raise
             exchange.finished = torch.cuda.current_stream(exchange.device).record_event()
-    exchange.end(error)
+    exchange.finish(error)

@@ -47,6 +47,21 @@ class Mean:
     tail: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MeanOfMine(Mean):
+    """-> of P equal parts of the tensor, in place, this worker's as the mean over workers; the others are undefined. `op`: or
+    their sum."""
+
+    op: str = "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class EverybodysParts:
+    """-> of P equal parts of the tensor, in place, each as its worker has it."""
+
+    tensor: Tensor
+
+
 class Sending(NamedTuple):
     """How the messages of an exchange are sent: how urgent they are among those of others, and their length (None: as ever)."""
 
@@ -60,7 +75,7 @@ class Sending(NamedTuple):
         return cls(None if credit_bytes is None else Urgency(priority, credit_bytes), segment_bytes)
 
 
-Steps = Generator[Collective | Mean, Tensor, None]
+Steps = Generator[Collective | Mean | EverybodysParts, Tensor, None]
 
 
 def side_by_side(exchanges: Iterable[UnderWay]) -> UnderWay:
@@ -151,7 +166,11 @@ class ExchangeDriver:
             result = yield from self._carry_out(asked, _Call((self._channel, number & 0xFFFFFFFF), label, sending))
         raise AssertionError(f"an exchange of more than {MOST} collectives")
 
-    def _carry_out(self, asked: Collective | Mean, call: _Call) -> _Result:
+    def _carry_out(self, asked: Collective | Mean | EverybodysParts, call: _Call) -> _Result:
+        if isinstance(asked, MeanOfMine):
+            return self._run(Kind.REDUCE_SCATTER, asked.tensor, self._in_parts(asked.tensor), call, op=asked.op)
+        if isinstance(asked, EverybodysParts):
+            return self._run(Kind.ALL_GATHER, asked.tensor, self._in_parts(asked.tensor), call)
         if isinstance(asked, Mean):
             return self._reduce(asked.tensor, "mean", call, asked.tail)
         if isinstance(asked, Sum):
@@ -174,6 +193,12 @@ class ExchangeDriver:
         if algorithm == "auto" and self._group.size > 1:
             algorithm = chosen_for(self._group, "gradients").algorithm(tensor.nbytes)
         return self._run(Kind.ALL_REDUCE, tensor, algorithm, call, op=op, tail=tail)
+
+    def _in_parts(self, tensor: Tensor) -> str:
+        """The algorithm by which parts are combined or gathered: as asked for, if there is one of that name."""
+        if self._algorithm in ("ring", "direct"):
+            return self._algorithm
+        return "ring" if tensor.nbytes >= LARGE_BYTES else "direct"
 
     def _reduce_natively(self, tensor: Tensor, op: str, label: str) -> _Result:
         yield from ()  # torch's own has ended when it returns

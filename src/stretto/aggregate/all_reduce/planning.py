@@ -17,9 +17,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
+from torch import Tensor
 
 from stretto.aggregate.all_reduce.bucket import OwnerOf, gradients_of, no_owner
 from stretto.collectives.group import Group
@@ -47,12 +48,21 @@ ROUNDS_TO_WATCH: Final = 4  # the first one warms up
 ROUNDS_BETWEEN: Final = 16  # plans, where the graph keeps changing
 
 
+class BytesOf(NamedTuple):
+    """How many bytes a worker sends of a gradient in one round (with servers: sends and gets), and how many it would be if the
+    gradient were sent as it is."""
+
+    sent: int
+    dense: int
+
+
 class Planner:
     """One model's plan, and what it is made of."""
 
     def __init__(self, strategy: Strategy, job: Job, group: Group, algorithm: str, setting: Setting) -> None:
         self._strategy, self._job, self._group, self._algorithm, self._setting = strategy, job, group, algorithm, setting
         self.measure: Callable[[str], TransferCost] = self._measure  # on all workers together, where transfers are all-reduces
+        self.bytes_of: Callable[[str, Tensor], BytesOf] = self._bytes_of_sum  # a gradient, where transfers are all-reduces
         self.profile = None if setting.profile is None else self._as_first(setting.profile[0])
         self.plan: TransferPlan | None = None
         self._gradients: list[Gradient] = []  # that the plan is for
@@ -180,17 +190,17 @@ class Planner:
         return None if first is None else msgspec.convert(first, StepProfile)
 
     def _in_bytes_of_gradients(self, cost: TransferCost) -> TransferCost:
-        """The same cost where gradients are compressed, for each of their own bytes. Codecs whose payloads depend on the values,
-        and mixtures, are taken as they are."""
-        compress, size = self._strategy.compress, self._group.size
-        if compress.lossless or size == 1:
-            return cost
+        """The same cost for each byte of a gradient, where others are on the wire: where gradients are compressed."""
         named = [(name, p) for name, p in self._setting.model.named_parameters() if p.requires_grad]
-        sent = dense = 0
-        for name, parameter in named:
-            layout = Layout.in_memory([(name, parameter.shape, None)])
-            answer = compress.for_parameter(name, tuple(parameter.shape))
-            mine = None if answer.lossless else answer.bytes_sent(layout, 0, size)
-            plain = 2 * parameter.nbytes * (size - 1) // size
-            sent, dense = sent + (plain if mine is None else mine), dense + plain
-        return msgspec.structs.replace(cost, per_byte_s=cost.per_byte_s * sent / max(1, dense))
+        found = [self.bytes_of(name, parameter) for name, parameter in named]
+        sent, dense = sum(each.sent for each in found), sum(each.dense for each in found)
+        return cost if not dense or sent == dense else msgspec.structs.replace(cost, per_byte_s=cost.per_byte_s * sent / dense)
+
+    def _bytes_of_sum(self, name: str, parameter: Tensor) -> BytesOf:
+        """Codecs whose payloads depend on the values are taken as they are."""
+        size = self._group.size
+        dense = 2 * parameter.nbytes * (size - 1) // size
+        answer = self._strategy.compress.for_parameter(name, tuple(parameter.shape))
+        layout = Layout.in_memory([(name, parameter.shape, None)])
+        sent = None if answer.lossless else answer.bytes_sent(layout, 0, size)
+        return BytesOf(dense if sent is None else sent, dense)

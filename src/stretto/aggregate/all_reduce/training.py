@@ -94,7 +94,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         self._group, self._algorithm = self._find_group()
         compress = strategy.compress
         self._is_lossy = not compress.lossless
-        self.engaged = job.world_size > 1 or self._is_lossy
+        self.engaged = job.world_size > 1 or self._is_lossy or self._works_alone
         self.buckets: list[ReducedBucket] = []
         self._remembered: tuple[TensorsByName, TensorsByName] = ({}, {})  # of parameters without a bucket: they may get one again
         self._finite = FiniteCheck() if setting.check_finite else None
@@ -146,6 +146,16 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     def _closing_notes_all(self) -> bool:
         """Whether the closing bucket has no gradients, and the notes of all parameters."""
         return self._is_lossy or self._crossing is not None
+
+    @property
+    def _works_alone(self) -> bool:
+        """Whether a worker that is alone in its job has something to do too."""
+        return False
+
+    @property
+    def _all_have_the_same(self) -> bool:
+        """Whether all workers have the same combined gradients, and not each a part of them."""
+        return True
 
     @property
     def _computes(self) -> bool:
@@ -247,7 +257,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         if bucket.state is not None:
             bucket.turn = self._turn(bucket, bucket.state, participation, weight)
         bucket.sent = True
-        label = self._label + self._loop_label(participation) if bucket is self.closing else self._label
+        label = self._label + self._loop_label(participation) if bucket.closes else self._label
         first_number = self._sequence + bucket.number * self._numbers_per_bucket
         self._begin(bucket, self._exchange(bucket, first_number, label))
 
@@ -256,8 +266,12 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     ) -> ExchangeContext | None:
         """What this worker's codec begins the bucket's exchange with."""
         state = state.of_absent() if participation is Participation.ABSENT else state
-        draw, group = RandomKeys.of_round(state.rounds, self._group.rank), self._group
+        draw, group = RandomKeys.of_round(self._draw_of(state), self._group.rank), self._group
         return ExchangeContext(bucket.layout, state, draw, group.rank, group.size, self._algorithm, bucket.kept, weight)
+
+    def _draw_of(self, state: CompressionState) -> int:
+        """The number of a round by which random numbers are drawn."""
+        return state.rounds
 
     def _noted_use(self, bucket: ReducedBucket) -> Sequence[bool]:
         if self._closing_notes_all:
@@ -312,8 +326,8 @@ class SynchronousAllReduce(Training[ReducedBucket]):
 
     def _checked_exchange(self, bucket: ReducedBucket, number: int, label: str) -> UnderWay:
         """The same where some gradients are compressed: their values must be finite, and the closing bucket says if not."""
-        if bucket is self.closing:  # by now the thread has seen the values of all other buckets
-            bucket.tail[INFINITE] = float(self._infinite)
+        if bucket.closes:  # by now the thread has seen the values of all other buckets
+            bucket.tail[INFINITE], self._infinite = float(self._infinite), False
             yield from self._combine(bucket, bucket.on_wire, number, label)
             return
         values = bucket.on_wire if bucket.state is None else bucket.in_float32()
@@ -332,8 +346,11 @@ class SynchronousAllReduce(Training[ReducedBucket]):
 
     def _combine(self, bucket: ReducedBucket, values: Tensor, number: int, label: str) -> UnderWay:
         """Replace `values`, which are this worker's, by the mean over all workers."""
-        steps: Steps = _mean(bucket) if bucket.turn is None else bucket.compression.exchange(values, bucket.turn)
-        return self._driver.drive(steps, number, label, bucket.sending)
+        return self._driver.drive(self._steps_of(bucket, values), number, label, bucket.sending)
+
+    def _steps_of(self, bucket: ReducedBucket, values: Tensor) -> Steps:
+        """The collectives that do it."""
+        return mean_of_bucket(bucket) if bucket.turn is None else bucket.compression.exchange(values, bucket.turn)
 
     @property
     def _numbers_per_bucket(self) -> int:
@@ -408,7 +425,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             self._end_all(good=False)
             self._give_up(end.participation)
             return RoundResult(combined=False, anybody_present=closing.present > 0)
-        notes, shares = self._notes_of_buckets(closing, closing_shares)
+        notes, shares = self._notes_of_buckets(self.buckets, closing, closing_shares)
         used = [[share > 0 for share in each] for each in shares]
         if closing.late:
             self._add_late(end, used)
@@ -426,7 +443,8 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         self._combine_sparse(self._weight(end.participation), closing.weight)
         if self._finite is not None:
             sparse = (p.grad for _, p in self._sparse if p.grad is not None)
-            self._finite.conclude(self._job, [*(bucket.gradients for bucket in self.buckets), *sparse])
+            combined = [*(bucket.gradients for bucket in self.buckets), *sparse]
+            self._finite.conclude(self._job, combined, alike=self._all_have_the_same)
         assert self._planner is not None
         arrange_anew = self._planner.round_ended([name for bucket in self.buckets for name in bucket.names], sum(shares, []))
         self.profile = self._planner.profile
@@ -442,6 +460,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
     def _finish(self, bucket: ReducedBucket, note: Notes, closing: Notes, used: Sequence[bool]) -> None:
         """A bucket has arrived, and the round is closed: what is in it becomes the gradients, and what its exchange proposed the
         state of its compression."""
+        bucket.land()
         weight = note.weight if bucket.is_precise else (closing.weight if note.weight else 1.0)
         if weight not in (1.0, 0.0) and bucket.compression.hands_out == "mean":
             bucket.gradients.div_(weight)
@@ -498,15 +517,17 @@ class SynchronousAllReduce(Training[ReducedBucket]):
 
     # -- notes --------------------------------------------------------------------------------------------------------
 
-    def _notes_of_buckets(self, closing: Notes, shares: list[float]) -> tuple[list[Notes], list[list[float]]]:
+    def _notes_of_buckets(
+        self, buckets: Sequence[ReducedBucket], closing: Notes, shares: list[float]
+    ) -> tuple[list[Notes], list[list[float]]]:
         """Each bucket's own; or, where compressed payloads carry none, what the closing bucket says for all of them."""
         if not self._closing_notes_all:
-            read = [bucket.read() for bucket in self.buckets[:-1]]
+            read = [bucket.read() for bucket in buckets[:-1]]
             return [note for note, _ in read] + [closing], [share for _, share in read] + [shares]
         bounds = [0]
-        for bucket in self.buckets:
+        for bucket in buckets:
             bounds.append(bounds[-1] + len(bucket.parameters))
-        return [closing] * len(self.buckets), [shares[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [closing] * len(buckets), [shares[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
     def _give_up(self, participation: Participation) -> None:
         """Some worker's backward failed: nobody has a combined gradient. Those whose own did not fail get to know."""
@@ -527,7 +548,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
             _weigh(late, self._weight(end.participation))
             if self._finite is not None:
                 self._finite.look(bucket.names[slot], late)
-            bucket.views[slot].add_(self._job.all_reduce(late, op="mean", algorithm="ring"))
+            bucket.add(slot, self._job.all_reduce(late, op="mean", algorithm="ring"))
             used[bucket.number][slot] = True
 
     def _combine_sparse(self, weight: float, combined_weight: float) -> None:
@@ -560,7 +581,7 @@ class SynchronousAllReduce(Training[ReducedBucket]):
         return TrainingState(rounds, self._remembered[0] | own, self._remembered[1] | shared)
 
     def check_state(self, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
-        return compression_state.check(saved, self.buckets)
+        return compression_state.check(saved, compression_state.compressed_in(self.buckets))
 
     def load_state(self, state: TrainingState) -> None:
         self.before_load()
@@ -584,7 +605,7 @@ def _all_reduce_of(strategy: Strategy) -> AllReduce:
     return strategy.aggregate
 
 
-def _mean(bucket: ReducedBucket) -> Steps:
+def mean_of_bucket(bucket: ReducedBucket) -> Steps:
     """The exchange of what is not compressed."""
     yield Mean(bucket.on_wire, bucket.tail if bucket.notes_on_host else None)
 
