@@ -25,11 +25,11 @@ from stretto.collectives.whereabouts import Wait, Whereabouts
 from stretto.errors import FrameError, PeerLost, RankMismatch, StrettoError, WireTimeout
 from stretto.protocol.machine import Actions, HeaderReader, SendMessage
 from stretto.testing.faults import Fault, Kill, Pause
-from stretto.testing.network_model import Exponential, Link, NetworkModel
+from stretto.testing.network_model import ExponentialDelay, Link, NetworkModel
 from stretto.testing.virtual_network import VirtualNetwork
 from stretto.timeouts import Timeouts
 
-UNEVEN = Link(latency_s=1e-3, jitter=Exponential(5e-3), duplicate=0.1, reorder=0.4, hold_s=0.1)
+UNEVEN = Link(latency_s=1e-3, jitter=ExponentialDelay(5e-3), duplicate=0.1, reorder=0.4, hold_s=0.1)
 MODEL = NetworkModel(UNEVEN, detect_s=0.02)
 TIMEOUTS = Timeouts(warn_s=4.0, arrive_s=8.0)
 ENDED_S = 15.0  # by then whatever has begun has ended
@@ -51,6 +51,7 @@ class Part(OngoingCollective):
 
     generation = 0
     needs_everybody = True
+    arrive_s = None
 
     def __init__(self, name: Name, members: tuple[int, ...], rank: int, belief: str, part_of: Name | None, now: float) -> None:
         self.request: Any = self

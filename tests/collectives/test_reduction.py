@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from collectives.ranks import ALL_REDUCES, Rank, bits, run_ranks
 from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
-from stretto.collectives.reduction import OPS, check_op, dtype_code
+from stretto.collectives.reduction import BITWISE, OPS, check_op, dtype_code
 from stretto.collectives.request import Request
 from stretto.errors import ConfigurationError
 
@@ -19,10 +20,10 @@ FLOATING = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 WHOLE = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8]
 COMPLEX = [torch.complex64, torch.complex128]
 ALLOWED = [
-    *((dtype, op) for dtype in FLOATING for op in OPS),
+    *((dtype, op) for dtype in FLOATING for op in OPS if op not in BITWISE),
     *((dtype, op) for dtype in WHOLE for op in OPS if op != "mean"),
     *((dtype, op) for dtype in COMPLEX for op in ("sum", "mean", "product")),
-    *((torch.bool, op) for op in ("min", "max")),
+    *((torch.bool, op) for op in ("min", "max", *BITWISE)),
 ]
 
 
@@ -37,6 +38,9 @@ def values(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def plain(op: str, dtype: torch.dtype, size: int) -> torch.Tensor:
+    if op in BITWISE:
+        bitwise: Callable[..., torch.Tensor] = getattr(torch, op.replace("bit", "bitwise"))
+        return reduce(bitwise, [values(rank, dtype) for rank in range(size)])
     wide = torch.complex128 if dtype.is_complex else torch.float64
     inputs = torch.stack([values(rank, dtype).to(wide) for rank in range(size)])
     functions: dict[str, Callable[..., torch.Tensor]] = {
@@ -112,6 +116,7 @@ def test_the_extremes_of_numbers_with_a_nan_are_nan() -> None:
         ("mean", torch.bool, "Use op='sum', or convert"),
         ("sum", torch.bool, "use op='max' .any. or op='min' .all., or convert"),
         ("product", torch.bool, "use op='max'"),
+        ("bit_or", torch.float32, "Give integers or bools"),
         ("min", torch.complex64, "Use 'sum', 'mean' or 'product'"),
         ("max", torch.complex128, "Use 'sum', 'mean' or 'product'"),
         ("average", torch.float32, "Write one of 'sum', 'mean', 'min', 'max', 'product'"),

@@ -89,7 +89,8 @@ class CommunicationThread:
                 self._unready.remove(pending)  # only now: if beginning it fails, it must be among those that are told so
 
     def _waits_in_vain(self, pending: Pending) -> bool:
-        patience_s = self.communicator.timeouts.arrive_s
+        own_s = pending.request.arrive_s
+        patience_s = self.communicator.timeouts.arrive_s if own_s is None else own_s
         late = pending.ready is not None and time.monotonic() - pending.made_at > patience_s
         if late:
             what = f"what {pending.request.belief} waits for on its device did not end within {patience_s:g} s"

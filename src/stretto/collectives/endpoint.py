@@ -7,7 +7,7 @@ numbers that are its own; the others learn it in a *meeting*, an all-reduce of o
     00...            the world's: 0 for `auto`, 1 for the public functions, then one after another, counted alike on all ranks
     001...           the world's pairs (`Group.pair_channel`)
     01, 30 bits      meetings: a digest of the members, the generation in which the last of them joined, and how often these have
-                     met before; 32 more bits of it are the number
+                     met before; 32 more bits of it are the number. Also what has no place in any count (`digest_name`)
     1, 13, 18 bits   groups: the rank of the first member, and a count of its own
 
 Channels of two groups thus differ by construction. (Digests alone would be simpler, but 31 bits of them collide by chance where
@@ -114,7 +114,12 @@ class Endpoint:
 
 def _meeting(members: tuple[int, ...], generation: int, before: int) -> Name:
     """The name under which these members meet when they have met so often before."""
-    digest = hashlib.blake2b(msgspec.msgpack.encode([members, generation, before]), digest_size=8).digest()
+    return digest_name([members, generation, before])
+
+
+def digest_name(what: object) -> Name:
+    """A name of 62 bits of a digest, for a collective that is told from others by what it belongs to and not by a count."""
+    digest = hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=8).digest()
     return MEETINGS | int.from_bytes(digest[:4], "little") >> 2, int.from_bytes(digest[4:], "little")
 
 

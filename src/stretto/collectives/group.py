@@ -65,6 +65,7 @@ class Group:
         self._choosing_channel = CHOOSING_CHANNEL if first_channel is None else first_channel + 1
         self._first_pair = WORLD_PAIRS if first_channel is None else first_channel + OWN_CHANNELS
         self.choices: AlgorithmTable | None = None
+        self.arrive_s: float | None = None  # the deadline of its collectives, where that is not the job's
         self.part_of: Name | None = None  # the round of the whole job that its collectives belong to now: they fail with it
         self._among = "" if self.is_world else members_text(ranks)
         self._sequences: dict[int, int] = {}  # channel -> how many collectives without a name of their own it has had
@@ -84,6 +85,10 @@ class Group:
             )
         num_channels = OWN_CHANNELS + 2 * len(members)
         return Group(self.endpoint, members, 0 if len(members) == 1 else self.endpoint.meet(members, num_channels))
+
+    def alone(self) -> Group:
+        """The group of this member by itself. It meets nobody, so a worker that has come back may make it too."""
+        return Group(self.endpoint, (self.endpoint.rank,), 0)
 
     def _chosen(self, ranks: Iterable[int]) -> tuple[int, ...]:
         places: list[Any] = [_as_int(place) for place in ranks]
@@ -154,6 +159,7 @@ class Group:
         message_codec: MessageCodec | None = None,
         part_of: Name | None = None,
         urgency: Urgency | None = None,
+        arrive_s: float | None = None,
     ) -> Pending:
         """Begin a collective on flat host memory; it must not be touched until the result is waited for.
 
@@ -164,6 +170,7 @@ class Group:
         `part_of`: the round of the whole job that it belongs to, and fails with (`failures.py`).
         `message_codec` encodes every message of an all-reduce (`stretto.collectives.message_codec`).
         `urgency`: which messages go first where several collectives have some to send (`stretto.collectives.urgency`).
+        `arrive_s`: its deadline, where that is not the group's.
         """
         plan = catalogue.plan(kind, algorithm, self.rank, self.size, root=root, group=self.workers_per_host)
         communication = self._communication()
@@ -172,23 +179,37 @@ class Group:
         members = None if self.is_world else self.ranks
         request = Request(
             plan, flat, op, *name, segment, label, message_codec, members, self._among, self.generation,
-            part_of or self.part_of, urgency,
+            part_of or self.part_of, urgency, arrive_s or self.arrive_s,
         )  # fmt: skip
         return communication.start(request, ready)
 
-    def start_pair(self, source: int, to: int, flat: torch.Tensor) -> Pending:
+    def start_pair(
+        self,
+        source: int,
+        to: int,
+        flat: torch.Tensor,
+        name: Name | None = None,
+        ready: Callable[[], bool] | None = None,
+        arrive_s: float | None = None,
+        label: str = " of send and recv",
+    ) -> Pending:
         """Begin to send what `flat` holds from one member to another. Only these two take part, and both call it."""
         plan = catalogue.plan(Kind.BROADCAST, "binomial", 0 if source == self.rank else 1, 2)
         communication = self._communication()
-        name = self.next_name(self.pair_channel(source, to))
+        name = name or self.next_name(self.pair_channel(source, to))
         pair = (self.ranks[source], self.ranks[to])
-        among, label = f"from rank {pair[0]} to rank {pair[1]}", f" of send and recv in {self._among or 'the job'}"
-        request = Request(plan, flat, "sum", *name, self.segment_bytes, label, None, pair, among, self.generation)
-        return communication.start(request)
+        among, label = f"from rank {pair[0]} to rank {pair[1]}", f"{label} in {self._among or 'the job'}"
+        request = Request(
+            plan, flat, "sum", *name, self.segment_bytes, label, None, pair, among, self.generation,
+            arrive_s=arrive_s or self.arrive_s,
+        )  # fmt: skip
+        return communication.start(request, ready)
 
     def fail(self, pending: Pending, error: StrettoError) -> None:
-        """This worker cannot do its part of a collective that it has started: no member is to wait for it."""
-        self._communication().fail(pending, error)
+        """This worker cannot do its part of a collective that it has started: no member is to wait for it. From any thread, and
+        also while the job is being left."""
+        assert self.endpoint.communication is not None, "a job of one starts nothing"
+        self.endpoint.communication.fail(pending, error)
 
     def _communication(self) -> CommunicationThread:
         self.endpoint.check_usable()

@@ -102,11 +102,14 @@ class Inquiry:
 
     def _is_due(self, now: float, run: OngoingCollective, silence: Silence) -> bool:
         silent_s = now - silence.since
-        if silent_s > self._timeouts.arrive_s or now - silence.warned_at > self._timeouts.warn_s:
+        if silent_s > self._patience_s(run) or now - silence.warned_at > self._timeouts.warn_s:
             return True
         # Where many are under way, those that no thread is blocked in can be left alone.
         waits = self._whereabouts.waits() if silent_s > silence.ask_after_s else ()
         return any(self._is_blocked_in(wait, run.name) for wait in waits)
+
+    def _patience_s(self, run: OngoingCollective) -> float:
+        return self._timeouts.arrive_s if run.request.arrive_s is None else run.request.arrive_s
 
     def _is_blocked_in(self, wait: Wait, name: Name) -> bool:
         blocks = self._blocks(wait)
@@ -191,7 +194,7 @@ class Inquiry:
             self._machine.found(now, run.request, error)
             for name, members in hopeless.items():
                 self._machine.propose(now, as_failed(name, members, error))
-        elif silent_s > self._timeouts.arrive_s:
+        elif silent_s > self._patience_s(run):
             doing = self._explained(run, silence, culprits[0])
             self._machine.found(now, run.request, WireTimeout(culprits[0], run.belief, silent_s, doing))
         elif now - silence.warned_at > self._timeouts.warn_s:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stretto.errors import ConfigurationError
 from stretto.wire.frames import DTYPE_CODES, DTYPE_NAMES
 
-Op = Literal["sum", "mean", "min", "max", "product"]
+Op = Literal["sum", "mean", "min", "max", "product", "bit_and", "bit_or", "bit_xor"]
 OPS: tuple[str, ...] = get_args(Op)
 
 _UFUNCS: dict[str, Any] = {
@@ -25,13 +25,20 @@ _UFUNCS: dict[str, Any] = {
     "min": np.minimum,
     "max": np.maximum,
     "product": np.multiply,
+    "bit_and": np.bitwise_and,
+    "bit_or": np.bitwise_or,
+    "bit_xor": np.bitwise_xor,
 }
+BITWISE: tuple[str, ...] = ("bit_and", "bit_or", "bit_xor")
 _TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
     "product": torch.mul,
+    "bit_and": torch.bitwise_and,
+    "bit_or": torch.bitwise_or,
+    "bit_xor": torch.bitwise_xor,
 }
 _NUMPY_DTYPES = {
     torch.float32: np.float32,
@@ -68,6 +75,8 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         )
     if dtype is torch.bool and op in ("sum", "product"):
         raise ConfigurationError(f"op={op!r} of bool tensors: use op='max' (any) or op='min' (all), or convert to int.")
+    if op in BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigurationError(f"op={op!r} of {dtype} tensors: it works on bits. Give integers or bools, or use another op.")
     if dtype.is_complex and op in ("min", "max"):
         raise ConfigurationError(f"op={op!r}: complex numbers have no order. Use 'sum', 'mean' or 'product'.")
 

@@ -16,7 +16,7 @@ from stretto.collectives.plan import Kind, Plan
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
 from stretto.collectives.schedule import check_length
 from stretto.collectives.urgency import Urgency
-from stretto.errors import ConfigurationError, StrettoError
+from stretto.errors import ConfigurationError
 
 DEFAULT_SEGMENT_BYTES: Final = 2 << 20
 ROOTED: Final = (Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER)
@@ -39,6 +39,7 @@ class Request:
     generation: int = 0  # the last one in which a member had joined when the group was made
     part_of: Name | None = None  # a round of the whole job, (channel, number), that fails as a whole: see `failures.py`
     urgency: Urgency | None = None  # when its messages go, among those of other collectives; each rank's own affair
+    arrive_s: float | None = None  # a deadline of its own, in place of the job's; each rank's own affair
 
     def __post_init__(self) -> None:
         """Refuse what cannot work in the caller's thread, before anything is sent."""
@@ -103,7 +104,7 @@ class InProgress:
     """Something under way, to wait for from any thread. Whoever has it under way sees to it that it ends: `finish`."""
 
     def __init__(self) -> None:
-        self.error: StrettoError | None = None
+        self.error: BaseException | None = None
         self._finished = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -112,7 +113,7 @@ class InProgress:
     def done(self) -> bool:
         return self._finished.is_set()
 
-    def finish(self, error: StrettoError | None) -> None:
+    def finish(self, error: BaseException | None) -> None:
         self.error = error
         self._finished.set()
         self._tell()
@@ -130,6 +131,10 @@ class InProgress:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
+
+    def wait_until(self, deadline: float) -> bool:
+        """Wait for its end so long (`time.monotonic`), and say whether it has come, well or not."""
+        return self._finished.wait(max(0.0, deadline - time.monotonic()))
 
     def wait(self) -> None:
         """Return when it is done; raise what went wrong."""

@@ -13,7 +13,7 @@ Pinned buffers are kept and reused (pinning costs milliseconds), each only after
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -51,7 +51,7 @@ class Staging:
         if flat.device.type != "cuda":
             return flat, None, None
         stream = self._stream(flat.device)
-        host = self._take_pinned(flat)
+        host = self._take_pinned(flat.numel(), flat.dtype)
         stream.wait_stream(torch.cuda.current_stream(flat.device))
         body = flat if tail is None else flat[: flat.numel() - tail.numel()]
         if tail is not None:
@@ -67,9 +67,39 @@ class Staging:
 
         return host, filled.query, bring_back
 
+    def lend_places(
+        self,
+        length: int,
+        like: torch.Tensor,
+        inputs: Sequence[tuple[int, torch.Tensor]],
+        outputs: Sequence[tuple[int, torch.Tensor]],
+    ) -> tuple[torch.Tensor, Callable[[], bool], Callable[[], None]]:
+        """Pinned memory of so many elements, for tensors on the GPU of `like`: with the inputs copied to their places, when that
+        has ended, and how to bring what lies at other places to the outputs."""
+        stream = self._stream(like.device)
+        host = self._take_pinned(length, like.dtype)
+        stream.wait_stream(torch.cuda.current_stream(like.device))
+        with torch.cuda.stream(stream):
+            for start, tensor in inputs:
+                host[start : start + tensor.numel()].view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+                tensor.record_stream(stream)
+            filled = stream.record_event()
+
+        def bring_back() -> None:
+            stream.wait_stream(torch.cuda.current_stream(like.device))
+            with torch.cuda.stream(stream), torch.no_grad():
+                for start, tensor in outputs:
+                    tensor.detach().copy_(host[start : start + tensor.numel()].view(tensor.shape), non_blocking=True)
+                    tensor.record_stream(stream)
+                finished = stream.record_event()
+            torch.cuda.current_stream(like.device).wait_event(finished)
+            self._keep(host, finished)
+
+        return host, filled.query, bring_back
+
     def _from_cuda(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         stream = self._stream(tensor.device)
-        host = self._take_pinned(tensor)
+        host = self._take_pinned(tensor.numel(), tensor.dtype)
         flat = tensor.detach().contiguous().view(-1)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
@@ -84,19 +114,22 @@ class Staging:
             tensor.record_stream(stream)
             finished = stream.record_event()
         torch.cuda.current_stream(tensor.device).wait_event(finished)
+        self._keep(host, finished)
+
+    def _keep(self, host: torch.Tensor, finished: torch.cuda.Event) -> None:
         kept = self._pinned.setdefault((host.dtype, host.numel()), [])
         kept.append((host, finished))
         if sum(map(len, self._pinned.values())) > self._kept_buffers:
             self._pinned = {(host.dtype, host.numel()): kept[-1:]}
 
-    def _take_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        kept = self._pinned.get((tensor.dtype, tensor.numel()))
+    def _take_pinned(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        kept = self._pinned.get((dtype, length))
         if kept:
             host, finished = kept.pop(0)
             finished.synchronize()
             return host
         with torch.inference_mode(False):  # it is kept for others
-            return torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True, device="cpu")
+            return torch.empty(length, dtype=dtype, pin_memory=True, device="cpu")
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

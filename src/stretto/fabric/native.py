@@ -135,7 +135,7 @@ class NativeFabric(Fabric):
             self._under_way.discard(operation)
         except BaseException as error:
             self._abort(error)
-            if isinstance(error, RuntimeError):  # torch's
+            if isinstance(error, RuntimeError) and not isinstance(error, WireError):  # torch's
                 raise WireError(f"{self.name} could not combine{label}: {error}") from error
             raise
 
