@@ -54,12 +54,21 @@ LONGEST = (  # by seconds, as `pytest --durations=0` has them; the order of the 
     "test_costs.py",
     "test_plans.py",
     "test_processes.py",
+    "test_joining.py",
+    "test_libraries_of_torch.py",
+    "test_torchs_own.py",
     "test_lab_command.py",
     "test_bench_command.py",
     "test_compressing.py",
+    "test_zero.py",
+    "test_cut.py",
+    "test_compressed_slices.py",
     "test_lossy_servers.py",
     "test_groups_and_servers.py",
     "test_dedicated.py",
+    "test_tensor_parallel.py",
+    "test_mesh_processes.py",
+    "test_whole_state.py",
 )
 
 

@@ -114,9 +114,7 @@ def test_an_example_says_what_is_wrong_with_its_strategy(tmp_path: Path, preload
     done = preloaded.run(EXAMPLES / "gan.py", "--strategy", "Strategy(schedule=Magic())", folder=tmp_path)
 
     assert done.returncode == 1
-    assert (
-        "'Magic' is not known; known are AfterBackward, AllReduce, Asynchronous, BFloat16, BackupWorkers, Buckets" in done.stderr
-    )
+    assert "'Magic' is not known; known are AfterBackward, AllReduce, Asynchronous, " in done.stderr
 
 
 def test_the_demo_trains_and_ends_with_a_table_and_a_picture(tmp_path: Path, preloaded: Preloaded) -> None:

@@ -335,6 +335,98 @@ def test_a_worker_killed_between_the_halves_of_a_mapped_exchange_is_lost_to_all_
     assert job.wait(1) == -signal.SIGKILL
 
 
+def test_a_worker_killed_between_two_exchanges_of_local_sgd_is_lost_to_all_others_at_the_second(start: Start) -> None:
+    script = """
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = stretto.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), stretto.recipes.diloco(4))
+    since = time.monotonic()
+    try:
+        for step in range(8):
+            if step == 6 and rank == 1:
+                mark("fault", time.monotonic())
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()
+            mark(f"took{rank}", step + 1)
+    except stretto.StrettoError as error: note(error, since)
+    """
+    job = start("tcp", script)
+    assert job.read("fault") > 0
+    survivors(job, "PeerLost")
+    assert job.wait(1) == -signal.SIGKILL
+    assert [job.read(f"took{rank}") for rank in (0, 2)] == [7, 7]  # until the exchange nobody is needed
+
+
+def test_a_worker_killed_in_a_layer_that_is_cut_is_lost_to_all_others(start: Start) -> None:
+    """Also to those whose own partners live: they wait for workers that wait for it."""
+    script = """
+    mesh = stretto.Mesh(data=2, model=2)
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = stretto.tensor_parallel(torch.nn.Sequential(layer, torch.nn.Linear(16, 4)), mesh, stretto.recipes.megatron())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    stretto.distribute(model, optimizer, stretto.Strategy(aggregate=stretto.AllReduce("ring")))
+    forwards = []
+
+    def die(module, arguments):
+        forwards.append(module)
+        if rank == 3 and len(forwards) == 3:
+            mark("fault", time.monotonic())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model[0].linear2.register_forward_pre_hook(die)
+    since = time.monotonic()
+    try:
+        for step in range(1000):
+            model(torch.ones(2, 5, 16)).sum().backward()
+            optimizer.step()
+    except stretto.StrettoError as error: note(error, since)
+    """
+
+    def once() -> float:
+        job = start("tcp", script, workers=4)
+        found = survivors(job, "PeerLost", culprit=3)
+        assert job.wait(3) == -signal.SIGKILL
+        return last_after(found, job.read("fault"))
+
+    in_time(2.0, once)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_hook"])
+def test_a_worker_killed_while_parameters_are_gathered_is_lost_to_all_others(start: Start, hook: str) -> None:
+    script = f"""
+    blocks = [torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Tanh()) for _ in range(6)]
+    model = torch.nn.Sequential(*blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    shard = stretto.Strategy(aggregate=stretto.AllReduce("ring"), schedule=stretto.WaitFree(), shard=stretto.Zero(3))
+    stretto.distribute(model, optimizer, shard)
+    passes = []
+
+    def die(*_):
+        passes.append(None)
+        if rank == 1 and len(passes) == 3:
+            mark("fault", time.monotonic())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model[3].{hook}(die)
+    since = time.monotonic()
+    try:
+        for step in range(1000):
+            model(torch.ones(2, 200)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except stretto.StrettoError as error: note(error, since)
+    """
+
+    def once() -> float:
+        job = start("tcp", script)
+        found = survivors(job, "PeerLost")
+        assert job.wait(1) == -signal.SIGKILL
+        return last_after(found, job.read("fault"))
+
+    in_time(2.0, once)
+
+
 def test_a_worker_killed_in_the_middle_of_large_transfers_is_lost_to_all_others(start: Start) -> None:
     script = """
     since = time.monotonic()

@@ -14,11 +14,14 @@ from laws.strategies import EVERY_ALGORITHM, STRATEGIES
 from stretto import recipes
 from stretto.aggregate.all_reduce import AllReduce
 from stretto.aggregate.all_reduce.admission import warn_of_host_memory
+from stretto.aggregate.gossip import Gossip, RandomMatching, Ring
+from stretto.aggregate.group_average import GroupAverage
 from stretto.aggregate.hierarchy import Elastic, Hierarchy
 from stretto.aggregate.parameter_server import ParameterServer
 from stretto.aggregate.shared_memory import SharedMemory
 from stretto.collectives import catalogue
 from stretto.collectives.plan import Kind
+from stretto.compress.e3m0 import E3M0
 from stretto.compress.int8 import Int8
 from stretto.compress.none import NoCompression
 from stretto.distributing import distribute, engine_of
@@ -28,10 +31,14 @@ from stretto.parsing import parse
 from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
 from stretto.schedule.priority import Priority
 from stretto.schedule.tictac import Tac
+from stretto.shard.zero import Zero
 from stretto.strategy import ON_ONE_HOST, Strategy, _are_on_gpus
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.backup_workers import BackupWorkers
 from stretto.sync.delay_compensation import DelayCompensation
+from stretto.sync.local_sgd import LocalSGD
+from stretto.sync.noloco import NoLoCo
+from stretto.sync.outer import Nesterov, SlowMo
 from stretto.sync.soft_sync import SoftSync
 from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.testing import run_jobs
@@ -40,7 +47,7 @@ COMPENSATED = Asynchronous(True, DelayCompensation(2.0, decay=0.95))
 STEPPING = [
     Strategy(aggregate=ParameterServer(), sync=sync) for sync in (StaleSynchronous(3), COMPENSATED, SoftSync(2), BackupWorkers(1))
 ]
-ALL = list(dict.fromkeys([*STRATEGIES, *EVERY_ALGORITHM, *STEPPING, recipes.hogwild()]))
+ALL = list(dict.fromkeys([*STRATEGIES, *EVERY_ALGORITHM, *STEPPING, recipes.hogwild(), recipes.wagma(), recipes.moshpit()]))
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=repr)
@@ -113,11 +120,27 @@ def test_recipes_are_compositions() -> None:
     drawn = Hierarchy(outer=ParameterServer(), elastic=Elastic(4))
     assert recipes.mxnet_mpi(elastic=Elastic(4)) == Strategy(aggregate=drawn, sync=Asynchronous())
     assert recipes.hogwild() == Strategy(aggregate=SharedMemory(), sync=Asynchronous())
+    assert recipes.adpsgd(Ring()) == Strategy(aggregate=Gossip(Ring()), sync=Asynchronous())
+    assert recipes.moshpit(size=3) == Strategy(aggregate=GroupAverage(3))
+    assert recipes.moshpit(every=5) == Strategy(aggregate=GroupAverage(4), sync=LocalSGD(5))
+    assert recipes.wagma(size=8) == Strategy(aggregate=GroupAverage(8), sync=StaleSynchronous(10))
+    assert recipes.local_sgd(8) == Strategy(sync=LocalSGD(8))
+    assert recipes.post_local_sgd(100, every=8) == Strategy(sync=LocalSGD(8, start_after=100))
+    assert recipes.slowmo(12, momentum=0.5) == Strategy(sync=LocalSGD(12, outer=SlowMo(0.5), optimizer_state="reset"))
+    assert recipes.noloco(20) == Strategy(aggregate=Gossip(RandomMatching()), sync=LocalSGD(20, outer=NoLoCo(0.5, 0.7, 0.7)))
+    assert recipes.diloco(20) == Strategy(sync=LocalSGD(20, outer=Nesterov(0.7, 0.9)))
+    for every, overlap in ((100, 5), (24, 5), (20, 4), (8, 1), (4, 0)):
+        sync = LocalSGD(every, outer=Nesterov(0.4, 0.9), fragments=4, overlap=overlap, merge=0.5)
+        assert recipes.streaming_diloco(every) == Strategy(sync=sync, compress=E3M0())
+    assert recipes.zero_r(3, buffer_bytes=64) == Strategy(schedule=Buckets(bytes=64, first_bytes=64), shard=Zero(3))
+    assert recipes.diloco(20, compress=Int8()) == Strategy(sync=LocalSGD(20, outer=Nesterov(0.7, 0.9)), compress=Int8())
+    to_say = {"one_bit_adam": "warm_up", "post_local_sgd": "start_after"}  # how long is for the user to say
     for name, recipe in recipes.by_name().items():
-        arguments = {"warm_up": 10} if name == "one_bit_adam" else {}  # how long is for the user to say
-        assert recipe.__doc__ and recipe(**arguments) == parse(f"{name}(warm_up=10)" if arguments else name)
+        arguments = {to_say[name]: 10} if name in to_say else {}
+        assert recipe.__doc__ and recipe(**arguments) == parse(f"{name}({to_say[name]}=10)" if arguments else name)
     own = {name for name, value in vars(recipes).items() if getattr(value, "__module__", "") == recipes.__name__}
-    assert own == {*recipes.by_name(), "by_name", "_after", "_by"}
+    for_pipelines = {"gpipe", "pipedream_flush"}  # arguments of `stretto.pipeline`
+    assert own == {*recipes.by_name(), *recipes.LAYOUTS, *for_pipelines, "by_name", "_after", "_by"}
 
 
 @pytest.mark.parametrize(
@@ -190,5 +213,6 @@ def test_a_model_that_came_to_a_gpu_too_late_is_warned_about(
 
 def test_what_the_user_has_asked_for_is_done_on_gpus_too() -> None:
     assert Strategy()._is_left_to_us and Strategy(schedule=WaitFree())._is_left_to_us
-    for asked in (Strategy(aggregate=AllReduce("ring")), Strategy(compress=Int8()), Strategy(aggregate=Hierarchy())):
+    local = Strategy(sync=LocalSGD(4))
+    for asked in (Strategy(aggregate=AllReduce("ring")), Strategy(compress=Int8()), Strategy(aggregate=Hierarchy()), local):
         assert not asked._is_left_to_us

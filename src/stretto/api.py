@@ -22,7 +22,7 @@ import torch
 
 from stretto.errors import ConfigurationError, StrettoError
 from stretto.job import Job, WireName, check_wire, join
-from stretto.launching.detect import detect_here
+from stretto.launching.detect import Launch, detect_here
 from stretto.observe.progress import Progress
 from stretto.observe.termination import before_termination
 from stretto.timeouts import Timeouts
@@ -76,6 +76,22 @@ def init(*, timeouts: Timeouts | None = None, wire: WireName = "auto") -> Job:
     return job
 
 
+def init_as(launch: Launch, timeouts: Timeouts) -> Job:
+    """Join a job that no launcher has described, as the worker that `launch` says. The process must be in none."""
+    with _process.joining:
+        job = _find_job()
+        assert job is None or not job.is_here, "whoever calls this has looked"
+        _job.set(None)
+        _process.job = job = _joined(launch, timeouts, "auto")
+    return job
+
+
+def job_here() -> Job | None:
+    """The job that this process has joined itself, if it is in one."""
+    job = _find_job()
+    return job if job is not None and job.is_here and not job.closed else None
+
+
 def _check_same(job: Job, timeouts: Timeouts | None, wire: str) -> None:
     """A cell of a notebook that is run again, or a library that calls init too, gets the same job, unless it asks for another."""
     if timeouts is not None and timeouts != job.timeouts:
@@ -102,8 +118,10 @@ def _join_anew(timeouts: Timeouts | None, wire: WireName) -> Job:
             "this worker has left its job (stretto.shutdown), and a job is joined once. Call stretto.shutdown() only at the end, "
             "or start another job."
         )
-    if timeouts is None:
-        timeouts = launch.timeouts
+    return _joined(launch, launch.timeouts if timeouts is None else timeouts, wire)
+
+
+def _joined(launch: Launch, timeouts: Timeouts, wire: WireName) -> Job:
     job = join(launch, timeouts, wire)
     # Not atexit: that would also run in forked children, and say goodbye in our name. This belongs to this process alone, and
     # also runs at the end of processes that multiprocessing made.

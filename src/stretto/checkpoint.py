@@ -8,7 +8,8 @@
         sampler              the place in the data, good for any number of workers
         compress             the compression, its number of rounds, and what it remembers that is the same on all workers
         ranks[r]             of worker r: rounds, weight, samples consumed, random generators, buffers (where they are local),
-                             and what its compression remembers of its own: residuals, momenta, by parameter
+                             what its compression remembers of its own: residuals, momenta, by parameter; and where each worker
+                             trains a model of its own, that model and its optimizer's state: "model" is their mean then
 
 Both are collective. Only rank 0 touches the file: it need not be visible to other hosts. In load its bytes are
 broadcast piece by piece, and every worker checks the sha256 of what it got. It keeps them in memory that it can map, so
@@ -41,16 +42,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import stretto
-from stretto import checkpoint_file, from_snapshot, plain_values, random_state
+from stretto import checkpoint_file, from_snapshot, own_models, plain_values, random_state
+from stretto.checkpoint_differences import difference as first_difference
+from stretto.checkpoint_differences import names_of, optimizer_difference, saved_optimizers
 from stretto.distributing import as_tuple, engine_of
 from stretto.engine.engine import Engine
-from stretto.engine.optimizer_state_entry import ENTRY
 from stretto.engine.state import kinds, load_exactly, put_together, take_apart
 from stretto.engine.training import TrainingState
 from stretto.errors import CheckpointError, ConfigurationError
 from stretto.from_snapshot import FromSnapshot
 from stretto.job import Job
 from stretto.launching.peers import ranks_text
+from stretto.mesh import checkpoints as in_parts
 from stretto.plan.choose import Choices
 from stretto.sampler import Sampler
 from stretto.shared_file import all_succeed, received
@@ -92,32 +95,40 @@ def save(
     if engine.loop.others and engine.job.rank == 0:
         log.warning(
             "save(%r): %s has stepped this model's parameters too, and its state is not saved. Give all of them to distribute() "
-            "and save(): (optimizer, other).", str(path), _names(list(engine.loop.others)),
+            "and save(): (optimizer, other).", str(path), names_of(list(engine.loop.others)),
         )  # fmt: skip
 
     def look() -> dict[str, Any]:
         if engine.job.rank == 0:
             plain_values.check(extra, "extra")
+        for each in engine.loop.optimizers:
+            in_parts.check_optimizer(each)
+        if engine.training.replicas_differ:
+            own_models.check(engine.loop.optimizers)
         return _of_this_worker(engine, sampler)
 
-    mine = all_succeed(engine.job, f"save({str(path)!r})", look)
-    everybody = engine.job.gather_object(mine)
+    job = in_parts.job_of_all(engine.model, engine.job)
+    mine = all_succeed(job, f"save({str(path)!r})", look)
+    everybody = job.gather_object(mine)
     _check_loops(str(path), [worker.pop("loop") for worker in everybody])
-    all_succeed(engine.job, f"save({str(path)!r})", engine.training.before_save)
-    for rank, tensors in enumerate(_collect_tensors(engine)):
-        everybody[rank] |= tensors
+    all_succeed(job, f"save({str(path)!r})", engine.training.before_save)
 
-    def write() -> None:
-        if engine.job.rank == 0:
-            content = {
-                "model": engine.model.state_dict(),
-                "optimizer": _one_or_all([_state_of(each) for each in engine.loop.optimizers]),
-                "extra": extra,
-                "stretto": _stretto_entry(engine, sampler, everybody),
-            }
-            checkpoint_file.write(Path(path), content)
+    with engine.training.result_shown():
+        for rank, tensors in enumerate(_collect_tensors(engine, job)):
+            everybody[rank] |= tensors
+        whole, optimizers = _whole_states(engine)
 
-    all_succeed(engine.job, f"save({str(path)!r})", write)
+        def write() -> None:
+            if job.rank == 0:
+                content = {
+                    "model": whole,
+                    "optimizer": _one_or_all(optimizers),
+                    "extra": extra,
+                    "stretto": _stretto_entry(engine, sampler, everybody),
+                }
+                checkpoint_file.write(Path(path), content)
+
+        all_succeed(job, f"save({str(path)!r})", write)
 
 
 def load(
@@ -140,15 +151,17 @@ def load(
     for each in sorted(engine.job.engines, key=lambda each: each.name):  # what `auto` chose is loaded for all models of the job
         each.flush()
         each.settle_or_forget()
-    snapshot = all_succeed(engine.job, what, lambda: from_snapshot.find(Path(path), engine) if engine.job.rank == 0 else None)
-    if engine.job.gather_object(snapshot is not None)[0]:
+    job = in_parts.job_of_all(engine.model, engine.job)
+    snapshot = all_succeed(job, what, lambda: from_snapshot.find(Path(path), engine) if job.rank == 0 else None)
+    if job.gather_object(snapshot is not None)[0]:
         resumed = _of_snapshot(from_snapshot.load(engine, snapshot, what), sampler)
     else:
-        with received(engine.job, Path(path), what, checkpoint_file.seal_of, END_OF_ARCHIVE) as copy:
-            content = all_succeed(engine.job, what, lambda: _checked(copy, engine, sampler))
-        resumed = all_succeed(engine.job, what, lambda: _apply(content, engine, sampler))
+        with received(job, Path(path), what, checkpoint_file.seal_of, END_OF_ARCHIVE) as copy:
+            content = all_succeed(job, what, lambda: _checked(copy, engine, sampler))
+        resumed = all_succeed(job, what, lambda: _apply(content, engine, sampler))
     engine.training.begin_anew()
-    if engine.job.rank == 0:
+    engine.choices_loaded()
+    if job.rank == 0:
         log.info("%s: saved by %d workers; carried over: %s", what, resumed.world_size, ", ".join(resumed.carried))
         for each in resumed.lost:
             log.warning("%s: not carried over: %s", what, each)
@@ -160,7 +173,7 @@ def _engine(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], job: J
     given, known = as_tuple(optimizer), engine.loop.optimizers
     if len(given) != len(known) or any(one is not other for one, other in zip(given, known, strict=True)):
         raise ConfigurationError(
-            f"{_names(given)}: the model was distributed with {_names(known)}, and not with the very same.\n"
+            f"{names_of(given)}: the model was distributed with {names_of(known)}, and not with the very same.\n"
             f"Give model and optimizer as they came from stretto.distribute(model, optimizer), several in the same order. A new "
             f"optimizer is made known by distribute(model, new_optimizer)."
         )
@@ -174,14 +187,16 @@ def _engine(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], job: J
     if engine.training.goes_on_without and (missing := engine.job.missing):
         raise CheckpointError(
             f"save and load take all workers, and {ranks_text(missing)} of this job died or left. "
-            f"Training goes on, and the model can be written by any one worker:\n"
+            f"Training goes on, and the model can be written by any one worker{_after_consensus(engine)}:\n"
             f"torch.save({{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}}, path)"
         )
     return engine
 
 
-def _names(optimizers: Sequence[Any]) -> str:
-    return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+def _after_consensus(engine: Engine) -> str:
+    if not engine.training.replicas_differ:
+        return ""
+    return ". Workers that live have models of their own: let all of them call stretto.consensus(model) first, for the mean"
 
 
 def _one_or_all(states: list[Any]) -> Any:
@@ -189,8 +204,16 @@ def _one_or_all(states: list[Any]) -> Any:
     return states[0] if len(states) == 1 else states
 
 
-def _state_of(optimizer: Optimizer) -> dict[str, Any]:
-    return {key: value for key, value in optimizer.state_dict().items() if key != ENTRY}
+def _whole_states(engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The model's and the optimizers', on rank 0. Where a model is cut, all workers with a part of rank 0's replica take part."""
+    is_cut = in_parts.description(engine.model) is not None
+    if engine.job.rank != 0:
+        return {}, []
+    states = [own_models.state_of(each) for each in engine.loop.optimizers]
+    if is_cut:
+        pairs = zip(engine.loop.optimizers, states, strict=True)
+        states = [in_parts.whole_optimizer_state(*pair) for pair in pairs]
+    return engine.model.state_dict(), states
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
@@ -209,6 +232,7 @@ def _of_this_worker(engine: Engine, sampler: Sampler | None) -> dict[str, Any]:
         "place": place,
         "random": random_state.capture(engine.model),
         "loop": engine.loop.text(),
+        "first_part": in_parts.is_first_part(engine.model),
     }
 
 
@@ -223,12 +247,16 @@ def _check_loops(path: str, loops: list[str]) -> None:
             )
 
 
-def _collect_tensors(engine: Engine) -> list[dict[str, Any]]:
+def _collect_tensors(engine: Engine, job: Job) -> list[dict[str, Any]]:
     """On rank 0, every worker's local buffers and what its compression remembers of its own. The others keep nothing of it."""
-    job = engine.job
     tensors: list[Tensor] = []
     buffers = {} if engine.broadcast_buffers else _buffers(engine.model)
-    skeletons = job.gather_object(take_apart({"buffers": buffers, "own": engine.training.state().own}, tensors))
+    mine: dict[str, Any] = {"buffers": buffers, "own": engine.training.state().own}
+    if in_parts.description(engine.model) is not None and engine.job.rank == 0:  # what replicas have alike, of this part
+        mine["shared"] = engine.training.state().shared
+    if engine.training.replicas_differ:
+        mine["model"] = own_models.of_this_worker(engine)
+    skeletons = job.gather_object(take_apart(mine, tensors))
     out: list[dict[str, Any]] = []
     for rank, skeleton in enumerate(skeletons):
         found = [_sent_to_rank_0(job, tensors, rank, number, kind) for number, kind in enumerate(kinds(skeleton))]
@@ -248,7 +276,7 @@ def _sent_to_rank_0(job: Job, mine: list[Tensor], owner: int, number: int, kind:
 
 
 def _stretto_entry(engine: Engine, sampler: Sampler | None, everybody: list[dict[str, Any]]) -> dict[str, Any]:
-    job = engine.job
+    job = in_parts.job_of_all(engine.model, engine.job)
     places = [worker.pop("place") for worker in everybody]
     for rank, place in enumerate(places):
         if place != places[0]:
@@ -267,10 +295,11 @@ def _stretto_entry(engine: Engine, sampler: Sampler | None, everybody: list[dict
         "world_size": job.world_size,
         "workers_per_host": job.workers_per_host,
         "strategy": repr(engine.strategy),
-        "optimizer": _names(engine.loop.optimizers),
+        "optimizer": names_of(engine.loop.optimizers),
         "buckets": _layout(engine),
-        "choices": msgspec.to_builtins(job.choices),
-        "sampler": None if sampler is None else sampler.state_dict([worker["consumed"] for worker in everybody]),
+        "mesh": in_parts.description(engine.model),
+        "choices": msgspec.to_builtins(engine.job.choices),
+        "sampler": None if sampler is None else sampler.state_dict([one["consumed"] for one in in_parts.of_replicas(everybody)]),
         "compress": _compress_entry(engine),
         "ranks": everybody,
     }
@@ -291,7 +320,7 @@ def _layout(engine: Engine) -> list[list[str]]:
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
     """Those that belong to the state_dict."""
-    saved = model.state_dict().keys()
+    saved = in_parts.described_state(model).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
@@ -310,7 +339,7 @@ def _checked(copy: str, engine: Engine, sampler: Sampler | None) -> dict[str, An
             f"it has format {entry['format']}, of stretto {entry['versions']['stretto']}; this is stretto "
             f"{stretto.__version__}, which reads format {FORMAT} and earlier. Use the version that wrote it."
         )
-    difference = _difference(model.state_dict(), content["model"]) or _optimizer_difference(optimizers, content)
+    difference = first_difference(in_parts.described_state(model), content["model"]) or optimizer_difference(optimizers, content)
     difference = difference or _memory_difference(engine, entry)
     if difference is not None:
         raise CheckpointError(
@@ -320,43 +349,9 @@ def _checked(copy: str, engine: Engine, sampler: Sampler | None) -> dict[str, An
         )
     if sampler is not None and entry["sampler"] is not None:
         sampler.check_state_dict(entry["sampler"])
-    for name in ("optimizer", "extra"):  # an optimizer takes the very tensors that it is given
-        content[name] = deepcopy(content[name])
+    for name in ("extra",) if engine.training.is_in_slices else ("optimizer", "extra"):
+        content[name] = deepcopy(content[name])  # an optimizer takes the very tensors that it is given, or copies its slices
     return content  # type: ignore[no-any-return]
-
-
-def _difference(here: dict[str, Any], saved: dict[str, Any]) -> str | None:
-    """The first entry in which two state_dicts of models differ in more than values."""
-    for name in dict.fromkeys((*here, *saved)):
-        if name not in saved:
-            return f"{name!r} is in this model and not in the checkpoint"
-        if name not in here:
-            return f"{name!r} is in the checkpoint and not in this model"
-        if _kind(here[name]) != _kind(saved[name]):
-            return f"{name!r} is {_kind(here[name])} in this model and {_kind(saved[name])} in the checkpoint"
-    return None
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return type(value).__name__
-
-
-def _saved_optimizers(content: dict[str, Any]) -> list[dict[str, Any]]:
-    saved = content["optimizer"]
-    return saved if isinstance(saved, list) else [saved]
-
-
-def _optimizer_difference(optimizers: Sequence[Optimizer], content: dict[str, Any]) -> str | None:
-    here, saved = _names(optimizers), content["stretto"]["optimizer"]
-    if here != saved:
-        return f"the optimizer is {here} here and {saved} in the checkpoint"
-    sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
-    saved_sizes = [[len(group["params"]) for group in state["param_groups"]] for state in _saved_optimizers(content)]
-    if sizes != saved_sizes:
-        return f"the optimizer's groups have {sizes} parameters here and {saved_sizes} in the checkpoint"
-    return None
 
 
 def _memory_difference(engine: Engine, entry: dict[str, Any]) -> str | None:
@@ -364,6 +359,11 @@ def _memory_difference(engine: Engine, entry: dict[str, Any]) -> str | None:
     if entry["compress"] is None or entry["compress"]["text"] != engine.training.state_text:
         return None
     exported = [entry["compress"]["shared"], *(worker["own"] for worker in entry["ranks"])]
+    if entry.get("mesh") != in_parts.description(engine.model):
+        return None  # it is of other parts of the model, and left out
+    if entry.get("mesh") is not None:
+        mine = entry["ranks"][in_parts.job_of_all(engine.model, engine.job).rank]
+        exported = [mine["own"], _shared(entry, engine)]
     return next((problem for one in exported if (problem := engine.training.check_state(one)) is not None), None)
 
 
@@ -374,24 +374,31 @@ def _of_snapshot(found: FromSnapshot, sampler: Sampler | None) -> Resumed:
 
 def _apply(content: dict[str, Any], engine: Engine, sampler: Sampler | None) -> Resumed:
     """Load everything. The generators come last: whatever is done before may draw from them."""
-    entry, job = content["stretto"], engine.job
+    entry, job = content["stretto"], in_parts.job_of_all(engine.model, engine.job)
     carried, lost = ["model", "optimizer"], []
     engine.model.load_state_dict(content["model"])
-    for optimizer, state in zip(engine.loop.optimizers, _saved_optimizers(content), strict=True):
-        load_exactly(optimizer, state)
+    for optimizer, state in zip(engine.loop.optimizers, saved_optimizers(content), strict=True):
+        load_exactly(optimizer, in_parts.own_optimizer_state(optimizer, state))
     engine.loop.begin_anew()
     engine.rounds = entry["ranks"][0]["rounds"]
     for found in (_apply_sampler(entry["sampler"], sampler), _apply_choices(entry, engine), _apply_memory(entry, engine)):
         carried += found.carried
         lost += found.lost
     lost += _changes(entry, engine)
-    if entry["world_size"] == job.world_size:
+    mesh = in_parts.description(engine.model)
+    if entry.get("mesh") != mesh:
+        lost.append(f"each worker's weight, local buffers and random numbers ({_other_mesh(entry, mesh)})")
+    elif entry["world_size"] == job.world_size:
         carried.append("each worker's weight, buffers and random numbers")
         lost += _apply_worker(entry["ranks"][job.rank], engine)
     else:
         then = f"then {entry['world_size']} workers, now {job.world_size}"
         lost.append(f"each worker's weight, local buffers and random numbers ({then})")
     return Resumed(content["extra"], entry["world_size"], tuple(carried), tuple(lost))
+
+
+def _other_mesh(entry: dict[str, Any], now: dict[str, Any] | None) -> str:
+    return f"then {in_parts.text_of(entry.get('mesh'))}, now {in_parts.text_of(now)}"
 
 
 @dataclass(slots=True)
@@ -415,6 +422,8 @@ def _apply_choices(entry: dict[str, Any], engine: Engine) -> _Found:
     job = engine.job
     if entry["choices"] is None:
         return _Found()
+    if entry.get("mesh") is not None or in_parts.description(engine.model) is not None:
+        return _Found(lost=["what `auto` chose (measured anew in each group of a mesh)"])
     if (entry["world_size"], entry["workers_per_host"]) != (job.world_size, job.workers_per_host):
         return _Found(lost=["what `auto` chose (other workers or hosts: measured anew)"])
     job.choices = msgspec.convert(entry["choices"], Choices)
@@ -424,27 +433,58 @@ def _apply_choices(entry: dict[str, Any], engine: Engine) -> _Found:
 
 
 def _apply_memory(entry: dict[str, Any], engine: Engine) -> _Found:
-    """What compressions remember. With another number of workers each takes the mean of what all had: it still gets said."""
+    """What compressions remember. With another number of workers each takes the mean of what all had: it still gets said.
+
+    Where each worker trains a model of its own, also that model; with another number of workers all begin from the mean."""
     saved, now = entry["compress"], engine.training.state_text
+    workers = entry["ranks"]
+    mesh = in_parts.description(engine.model)
+    if entry.get("mesh") != mesh and (saved is not None or now is not None):
+        return _Found(lost=[f"what each worker remembers ({_other_mesh(entry, mesh)})", *own_models.lost(workers)])
     if now is None:
         compress = engine.strategy.compress
-        return _Found() if saved is None else _Found(lost=[f"what compress={saved['text']} remembered (now {compress!r})"])
+        lost = [] if saved is None else [f"what {_answer(saved['text'])} remembered (now compress={compress!r})"]
+        return _Found(lost=lost + own_models.lost(workers))
     if saved is None or saved["text"] != now:
-        then = "nothing was compressed" if saved is None else f"then compress={saved['text']}"
-        return _Found(lost=[f"what compress={now} remembers begins anew ({then})"])
-    everybody = [worker["own"] for worker in entry["ranks"]]
-    same = (entry["world_size"], saved.get("placement", "")) == (engine.job.world_size, engine.training.placement)
-    own = deepcopy(everybody[engine.job.rank]) if same else engine.training.shared_out(everybody)
-    engine.training.load_state(TrainingState(saved["rounds"], own, deepcopy(saved["shared"])))
-    how = "" if same else f", of {entry['world_size']} workers as their mean"
-    return _Found(carried=[f"what compress={now} remembers{how}"])
+        then = "nothing was compressed" if saved is None else f"then {_answer(saved['text'])}"
+        return _Found(lost=[f"what {_answer(now)} remembers begins anew ({then})", *own_models.lost(workers)])
+    everybody, job = [worker["own"] for worker in workers], in_parts.job_of_all(engine.model, engine.job)
+    same = (entry["world_size"], saved.get("placement", "")) == (job.world_size, engine.training.placement)
+    if mesh is not None and not same:
+        return _Found(lost=["what each worker remembers (other groups of workers)", *own_models.lost(workers)])
+    own = deepcopy(everybody[job.rank]) if same else engine.training.shared_out(everybody)
+    found = _Found()
+    if not same:
+        found.lost += own_models.lost(workers)
+    elif "model" in workers[job.rank]:
+        own_models.apply(workers[job.rank]["model"], engine)
+        found.carried.append("each worker's own model and optimizer")
+    engine.training.load_state(TrainingState(saved["rounds"], own, deepcopy(_shared(entry, engine))))
+    how = f", of {entry['world_size']} workers as their mean" if own and not same else ""
+    found.carried.append(f"what {_answer(now)} remembers{how}")
+    return found
+
+
+def _shared(entry: dict[str, Any], engine: Engine) -> dict[str, Any]:
+    """What all workers remember alike; where the model is cut, all that have this worker's part."""
+    if entry.get("mesh") is None:
+        return entry["compress"]["shared"]  # type: ignore[no-any-return]
+    return entry["ranks"][in_parts.same_part_of_first_replica(engine.model)]["shared"]  # type: ignore[no-any-return]
+
+
+def _answer(text: str) -> str:
+    """What a state belongs to, as it is written in a strategy. That of a codec is the codec alone."""
+    return text if text.startswith("sync=") else f"compress={text}"
 
 
 def _changes(entry: dict[str, Any], engine: Engine) -> list[str]:
     """What was decided otherwise this time, so that the last bits may differ."""
     if entry["strategy"] != repr(engine.strategy):
         return [f"the strategy (then {entry['strategy']}, now {engine.strategy!r})"]
-    if entry["world_size"] == engine.job.world_size and entry["buckets"] != _layout(engine):
+    if in_parts.description(engine.model) is not None:
+        return []
+    is_final = engine.training.is_current()  # otherwise it is about to be arranged anew, by what has been loaded
+    if is_final and entry["world_size"] == engine.job.world_size and entry["buckets"] != _layout(engine):
         return ["the bucket layout (other parameters are frozen, or workers are on other hosts, or on GPUs where they were not)"]
     return []
 

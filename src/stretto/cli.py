@@ -143,12 +143,20 @@ def serve(
     meet_timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="How long all may take to meet. Default: --timeout, else 600.")
     ] = None,
+    add: Annotated[
+        bool, typer.Option("--add", help="To a job that runs: beyond the --servers that it began with, with the next --number.")
+    ] = False,
     restarts: Annotated[int, typer.Option(metavar="N", help="When it dies, start it again, so many times.")] = 0,
     life: Annotated[int, typer.Option(hidden=True, help="How often it has died before.")] = 0,
     forever: Annotated[bool, typer.Option("--forever", help="When a job has ended, wait for the next one.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write what this server did when to DIR, on this host, if the job is traced."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing while all goes well.")] = False,
 ) -> None:
-    """Be a parameter server for a job whose workers are started elsewhere, with STRETTO_SERVERS=SERVERS@HOST:PORT.
+    """Be a parameter server for a job whose workers are started elsewhere, with STRETTO_SERVERS=SERVERS@HOST:PORT. With --add: of
+    one that has begun, and takes a part over while it trains.
 
     It ends when the last worker has left. Ctrl-C ends it at once; SIGTERM only while it waits, for it follows the workers.
     """
@@ -158,9 +166,9 @@ def serve(
     launch_plan.check_seconds("--meet-timeout", meet_timeout)
     server = server_meeting.joining_server(
         os.environ, number=number, num_servers=servers, num_workers=workers, rendezvous=rendezvous, secret_file=secret_file,
-        encrypt=encrypt, life=life,
+        encrypt=encrypt, life=life, added=add, trace=None if trace is None else str(launch_plan.trace_folder(trace, empty=False)),
     )  # fmt: skip
-    server_meeting.check_restarts(restarts, forever)
+    server_meeting.check_restarts(restarts, forever, add)
     if restarts:
         from stretto.aggregate.parameter_server import keeper
 

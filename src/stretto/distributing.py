@@ -6,6 +6,7 @@ references held elsewhere stay valid. In a job of one without compression the mo
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.aggregate.all_reduce.planning import ROUNDS_TO_WATCH
-from stretto.aggregate.hierarchy.elastic_groups import ElasticGroups
+from stretto.aggregate.hierarchy.center_groups import GroupsWithCenter
+from stretto.aggregate.hierarchy.group_job import check_in_group
 from stretto.aggregate.parameter_server.server_record import ServerLedger
 from stretto.aggregate.parameter_server.stepping import SteppingServers
 from stretto.aggregate.parameter_server.training import SynchronousServers
@@ -29,8 +31,9 @@ from stretto.engine.optimizer_state_entry import keep_with
 from stretto.engine.state import copy_model, copy_optimizer, copy_scaler, share_optimizer
 from stretto.engine.stepping import decides_by_loss
 from stretto.engine.use_hooks import with_parameters
-from stretto.errors import ConfigurationError
+from stretto.errors import ConfigurationError, StrettoError
 from stretto.job import Job
+from stretto.mesh.admission import check_cut
 from stretto.observe.compute import trace_compute
 from stretto.parsing import parse
 from stretto.plain_state import convert_after, look_as_before, look_plain
@@ -43,6 +46,8 @@ M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
 Buffers = Literal["broadcast", "local"]
 ATTRIBUTE = "_stretto_engine"
+
+log = logging.getLogger("stretto")
 
 
 def distribute(
@@ -72,7 +77,7 @@ def distribute(
     model or an optimizer given here: when all are dropped, its memory and threads are free at the next garbage collection, on
     each worker by itself, and nothing is sent.
     """
-    job = job or current_job()
+    job = job or _job_of(model)
     job.check_usable()
     strategy = job.launch.strategy if strategy is None else strategy
     chosen, problem, loaded = Strategy(), None, None
@@ -85,6 +90,8 @@ def distribute(
             )
         check(model, optimizers, buffers, check_finite, scaler)
         check_model(model, optimizers, job)
+        check_in_group(chosen, job)
+        check_cut(unwrapped(model), optimizers, job)
         chosen.training.check(unwrapped(model), optimizers, chosen, job)
         if job.world_size > 1:
             check_world(model)
@@ -128,7 +135,14 @@ def distribute(
             now.load_state(then.state())
             now.before_release()
             now.begin_anew()
+            engine.choices_loaded()
     return model, optimizer
+
+
+def _job_of(model: object) -> Job:
+    """Among whom a model trains: all workers, unless it says so itself, as do the part of a model that a pipeline's
+    stage has, and a model that is cut over a mesh."""
+    return getattr(model, "__dict__", {}).get("_stretto_job") or current_job()
 
 
 def _load_profile(path: str | Path | None, model: nn.Module, strategy: Strategy, job: Job) -> StepProfile | None:
@@ -191,8 +205,20 @@ def _attach(engine: Engine) -> None:
             if ATTRIBUTE not in each.__dict__:
                 look_plain(each, before=settle)
             convert_after(each, settle)
+    if engine.training.parameters_in_slices and engine.engaged:
+        engine.training.hook_model()
+        for each in with_parameters(engine.model):
+            look_plain(each, *([ATTRIBUTE] if ATTRIBUTE in each.__dict__ else []), before=engine.training.show_parameters)
+            convert_after(each, _refuse_conversion)
     for optimizer in engine.loop.optimizers:
         optimizer.synchronize = engine.settle  # type: ignore[attr-defined]
+
+
+def _refuse_conversion() -> None:
+    raise ConfigurationError(
+        "to(), half(), cuda() or the like of a model whose parameters are in slices (shard=Zero(3)).\n"
+        "Convert the model before distribute(); or stretto.release(model), convert it, and distribute it again."
+    )
 
 
 def _settling(engine: Engine) -> Callable[[], None]:
@@ -209,13 +235,14 @@ def _settling(engine: Engine) -> Callable[[], None]:
 def release(model: M) -> M:
     """Give a plain model back: no hooks, no buckets, no thread; gradients stay this worker's own from here on.
 
-    Nothing is sent: call it on all workers, between steps. What a compression remembers is gone. A model that is not distributed
-    is returned as it is.
+    Nothing is sent, unless the optimizer's state is in slices, which come back: call it on all workers, between steps. What a
+    compression remembers is gone. A model that is not distributed is returned as it is.
     """
     engine = find_engine(model)
     if engine is not None:
         if not engine.job.closed:
             engine.settle_or_forget()
+            _finish(engine)
         engine.close()
         engine.job.engines.discard(engine)
         for optimizer in engine.loop.optimizers:
@@ -228,12 +255,23 @@ def release(model: M) -> M:
     return model
 
 
+def _finish(engine: Engine) -> None:
+    """Take the steps that are left, and bring back what is elsewhere, if that can still be done: after a failure the model is
+    given back without."""
+    try:
+        engine.training.finish()
+        if engine.training.is_in_slices:
+            engine.training.before_release()
+    except StrettoError as problem:
+        log.warning("%s was released without the steps that were left to be taken: %s", engine.name, problem)
+
+
 def server_ledgers(model: nn.Module) -> dict[int, ServerLedger]:
     """What the servers of this model have counted since they serve it: bytes, staleness and waiting by worker, how long they were
     at work, how long their queues were. By the server's number in `job.ledger.sent`; of those that live. Any worker may ask.
     """
     engine = engine_of(model)
-    if isinstance(engine.training, (SteppingServers, SynchronousServers, ElasticGroups)):
+    if isinstance(engine.training, (SteppingServers, SynchronousServers, GroupsWithCenter)):
         return engine.training.server_ledgers()
     raise ConfigurationError(
         f"server_ledgers({engine.name}): it trains with {engine.strategy!r}, without servers.\n"
@@ -281,7 +319,9 @@ def synchronize(model: nn.Module) -> None:
     With `cross_barrier=True` it also waits until every parameter is up to date, for programs that are about to read weights
     without calling the model. With servers that step, and in shared memory, it does only that, and one worker may call it alone.
 
-    A worker that has accumulated nothing counts with weight 0 and gets the mean of the others; if nobody has, nothing happens.
+    A worker that has accumulated nothing counts with weight 0 and gets the mean of the others. If nobody has, nothing is
+    combined; with `StaleSynchronous(bound)` and all-reduce it then takes the steps for the averages that are late, as at the end
+    of training.
 
     For loops that cannot know which batch is the last of an accumulation:
 
@@ -292,6 +332,26 @@ def synchronize(model: nn.Module) -> None:
     optimizer.step()
     """
     engine_of(model).synchronize()
+
+
+@contextmanager
+def gathered(model: nn.Module, module: nn.Module | None = None) -> Iterator[None]:
+    """Within it all parameters of the model, or of one module of it, can be read and written by hand. On all workers.
+
+    with stretto.gathered(model):
+        norm = model.head.weight.norm()
+
+    With `shard=Zero(3)` each worker has slices, and a weight has its values only while its module computes: here they are
+    gathered, which takes memory for all that is asked for. What is changed inside counts, if all workers change it alike. No
+    step may be taken inside. With all other strategies it waits until every parameter is up to date, and is nothing else.
+    """
+    engine = engine_of(model)
+    engine.settle()
+    if not engine.engaged:
+        yield
+        return
+    with engine.training.whole_parameters((engine.model if module is None else module).parameters()):
+        yield
 
 
 @contextmanager
@@ -333,6 +393,11 @@ def _check_join(engines: list[Engine]) -> None:
             raise ConfigurationError(
                 f"join with {reason}.\nGive all workers as many batches (Sampler(..., drop_last=True)) and leave join out."
             )
+    if len({engine.training.is_in_slices for engine in engines}) > 1:
+        raise ConfigurationError(
+            "join of models of which some have shard=Zero(...) and others not: workers that have run out of data go on to step "
+            "the slices that they own, between the rounds of the others.\nGive all of them the same shard=, or a join each."
+        )
     if any(other.joining for engine in engines for other in engine.job.engines):
         raise ConfigurationError(
             "join inside another join: a worker that has run out would stay at the end of the inner one while the others need it "
@@ -356,9 +421,10 @@ def _catch_up(engines: list[Engine]) -> None:
                     f"Step it after the join (once per epoch), or give all as many batches: Sampler(..., drop_last=True)."
                 )
         root = longest.index(max(longest))
-        copy_model(engine.job, engine.model, root)
-        for optimizer in engine.loop.optimizers:
-            copy_optimizer(engine.job, optimizer, root)
+        with engine.training.catching_up():
+            copy_model(engine.job, engine.model, root)
+            for optimizer in engine.loop.optimizers:
+                copy_optimizer(engine.job, optimizer, root)
         copy_scaler(engine.job, engine.loop.scaler, root)
         engine.loop.begin_anew()
 

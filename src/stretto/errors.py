@@ -10,8 +10,9 @@
     ├── CheckpointError                     a checkpoint could not be written, or is damaged, or is of another model
     ├── NonFiniteGradient (.found)          NaN or infinity in a gradient (with check_finite=True)
     ├── BackwardFailed (.ranks)             backward ended in an exception on other workers, so there is no combined gradient
+    ├── StageFailed (.rank, .stage)         a stage of a pipeline ended in an exception on another worker
     ├── MalformedPayload                    bytes that no encoder of that codec writes (from a peer: FrameError, with its rank)
-    └── WireError                           something went wrong between running workers
+    └── WireError (RuntimeError)            something went wrong between running workers
         ├── PeerLost (.rank)                that worker died, was stopped, left, or its link is cut
         ├── WireTimeout (.rank, .tag)       that worker is alive but did not arrive before the deadline
         ├── FrameError (.rank)              that worker sent something that is not a valid frame
@@ -65,18 +66,22 @@ class CheckpointError(StrettoError):
 
 
 class NonFiniteGradient(StrettoError):
-    """NaN or infinity in a combined gradient. `found`: for each rank that produced one, the first parameter it was in."""
+    """NaN or infinity in a combined gradient. `found`: for each rank that produced one, the first parameter it was in.
 
-    def __init__(self, found: dict[int, str]) -> None:
+    `own`: what is not finite, where no `GradScaler` would skip the step: "a gradient" or "a weight" of a worker with a model of
+    its own, or an average that comes late."""
+
+    def __init__(self, found: dict[int, str], own: str = "") -> None:
         where = ", ".join(f"rank {rank} in {name!r}" for rank, name in sorted(found.items()))
-        super().__init__(
-            f"a gradient is not finite: {where or 'no worker alone; the sum overflowed'}.\n"
-            f"Lower the learning rate or the loss scale, or leave check_finite off to let GradScaler skip such steps."
-        )
-        self.found = found
+        instead = "Lower the learning rate or the loss scale, or leave check_finite off to let GradScaler skip such steps."
+        if own:
+            instead = "Lower the learning rate or clip gradients, and go on from a saved state (stretto.load)."
+        where = where or ("not by this worker's" if own else "no worker alone; the sum overflowed")
+        super().__init__(f"{own or 'a gradient'} is not finite: {where}.\n{instead}")
+        self.found, self._own = found, own
 
-    def __reduce__(self) -> tuple[type[NonFiniteGradient], tuple[dict[int, str]]]:
-        return NonFiniteGradient, (self.found,)
+    def __reduce__(self) -> tuple[type[NonFiniteGradient], tuple[dict[int, str], str]]:
+        return NonFiniteGradient, (self.found, self._own)
 
 
 class BackwardFailed(StrettoError):
@@ -95,12 +100,30 @@ class BackwardFailed(StrettoError):
         return BackwardFailed, (self.ranks,)
 
 
+class StageFailed(StrettoError):
+    """A stage of a pipeline ended in an exception on another worker. The pipeline has ended on all workers."""
+
+    def __init__(self, rank: int, stage: int, what: str, reason: str) -> None:
+        super().__init__(
+            f"rank {rank}, stage {stage} of the pipeline, failed in {what}: {reason}\n"
+            f"Other stages may have stepped already, so nobody goes on: see what rank {rank} raised, and begin again from the "
+            f"last checkpoint."
+        )
+        self.rank = rank
+        self.stage = stage
+        self.what = what
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[StageFailed], tuple[int, int, str, str]]:
+        return StageFailed, (self.rank, self.stage, self.what, self.reason)
+
+
 class MalformedPayload(StrettoError):
     """Bytes that no encoder of that codec writes: a wrong length, a reserved code, a scale that is not finite, ..."""
 
 
-class WireError(StrettoError):
-    """A failure between running workers."""
+class WireError(StrettoError, RuntimeError):
+    """A failure between running workers. A RuntimeError too, as those of torch.distributed are, for programs that catch these."""
 
 
 class PeerLost(WireError):

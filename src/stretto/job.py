@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import platform
@@ -19,6 +20,7 @@ from stretto.collectives.endpoint import PUBLIC_CHANNEL as PUBLIC_CHANNEL
 from stretto.collectives.endpoint import Endpoint
 from stretto.collectives.execute import Communicator
 from stretto.collectives.group import Group
+from stretto.collectives.newcomers import admit_newcomers
 from stretto.collectives.plan import Kind
 from stretto.collectives.reduction import check_op, dtype_code, dtype_name
 from stretto.collectives.started import Started
@@ -28,6 +30,7 @@ from stretto.launching.introduce import farewell, find_rendezvous, introduce, lo
 from stretto.launching.introduction_messages import Table
 from stretto.launching.ledger_file import write_ledger
 from stretto.launching.peers import Peer
+from stretto.launching.return_watch import ReturnWatch
 from stretto.launching.server_meeting import did_not_meet, launch_of_worker, open_rendezvous
 from stretto.observe import trace
 from stretto.observe.clocks import clock_offset
@@ -57,7 +60,7 @@ class Job:
     ) -> None:
         self.launch = launch
         self.native = native  # a process group of torch's, for algorithm="native"
-        self.peers = peers
+        self.peers = self.all_peers = peers  # by rank; of all workers also where a group of them is a job of its own
         self.wire = wire
         self.timeouts = timeouts
         self.pid = os.getpid()  # a forked child inherits the object, but neither its thread nor its place in the job
@@ -70,8 +73,11 @@ class Job:
         self.engines: WeakSet[Any] = WeakSet()  # of the models that train in this job
         self.threads: WeakSet[Any] = WeakSet()  # and fabrics: what has a stop() to be called before the job is left
         self.to_servers: CommunicationThread | None = None  # that were started apart, until a `ServerNetwork` takes it over
+        self.server_watch: ReturnWatch | None = None  # who joins these servers later
         # Number of servers beside the workers, 0 for those that were started apart -> `ServerNetwork`, once they are used
         self.server_networks: dict[int, Any] = {}
+        self.peer_network: Any = None  # `PeerNetwork`, once workers are to reach each other one to one
+        self.pair_matching: Any = None  # what pairs sends with receives by tag, once torch.distributed runs here
         self.declared: dict[str, Any] = {}  # keys of `stretto.push` and `pull` -> `StoredTensor`
         self.more_wires: Callable[[str, int], list[Wire]] | None = None  # in tests: of workers and servers that are threads
         self.weight = 1.0  # of this worker's gradients in a mean; see `stretto.weight`
@@ -229,6 +235,8 @@ class Job:
         for thread in list(self.threads):
             thread.stop()
         if self.to_servers is not None:
+            if self.server_watch is not None:
+                self.server_watch.stop()
             if goodbye and self.rank == 0:
                 log.warning("the servers of this job were not used: no model was distributed with aggregate=ParameterServer()")
             _end(self.to_servers, self.timeouts, goodbye=goodbye)
@@ -242,18 +250,32 @@ class Job:
             if self.native is not None:
                 self.native.stop()
             if self.launch.ledger is not None:
-                to_servers = sum(network.bytes_sent for network in self.server_networks.values())
-                write_ledger(self.launch.ledger, self.wire.bytes_sent + to_servers)
+                networks = [*self.server_networks.values(), *filter(None, [self.peer_network])]
+                write_ledger(self.launch.ledger, self.wire.bytes_sent + sum(network.bytes_sent for network in networks))
         else:
             self.write_trace()
         if goodbye:
             farewell(self.launch)
 
     def meet_servers(self) -> None:
-        """Where servers were started apart: wait for them, and connect. On all ranks."""
+        """Where servers were started apart: wait for them, and connect. On all ranks; one that has come back finds them."""
         if self.launch.servers is None:
             return
-        ours, problem = launch_of_worker(self.launch), ""
+        ours = launch_of_worker(self.launch)
+        if self.life:
+            ours = dataclasses.replace(ours, restart=self.life)
+        else:
+            self._open_rendezvous(ours)
+        try:
+            wire = meet(ours, self.timeouts, accept_later=True)
+        except JobError as error:
+            raise did_not_meet(self.launch, error) from error
+        self.to_servers = CommunicationThread(Communicator(wire, self.timeouts))
+        self.server_watch = admit_newcomers(ours, self.to_servers)
+
+    def _open_rendezvous(self, ours: Launch) -> None:
+        """Where workers and servers meet. On all ranks."""
+        problem = ""
         try:
             open_rendezvous(ours, self.timeouts)
         except (JobError, OSError) as error:
@@ -262,11 +284,6 @@ class Job:
         self._collectives_of_ours = self.ledger.collectives.total()
         if problem:
             raise JobError(f"rank 0 could not start the coordinator at which workers and servers meet: {problem}")
-        try:
-            wire = meet(ours, self.timeouts, accept_later=True)
-        except JobError as error:
-            raise did_not_meet(self.launch, error) from error
-        self.to_servers = CommunicationThread(Communicator(wire, self.timeouts))
 
     def _say_if_unused(self) -> None:
         """Collectives take all workers, so what rank 0 has not called nobody has. Workers may well have nothing to do with each
@@ -370,6 +387,7 @@ def meet(launch: Launch, timeouts: Timeouts, *, accept_later: bool = False) -> T
     try:
         table = introduce(launch, wire.address, timeouts)
         wire.connect(table.peers, table.nonce)
+        wire.leave_room(range(launch.world_size, launch.world_size + launch.room))
     except BaseException:
         wire.abandon()
         raise

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stretto import recipes
+from stretto.aggregate.gossip import GRAPHS
 from stretto.aggregate.hierarchy.elastic import Elastic
 from stretto.errors import ConfigurationError
 from stretto.plain_calls import CallReader
 from stretto.strategy import ANSWERS, Strategy
 from stretto.sync.delay_compensation import DelayCompensation
+from stretto.sync.local_sgd import OUTER
 
 
 def parse(text: str, *, extra: Mapping[str, Callable[..., Any]] | None = None) -> Strategy:
@@ -32,4 +34,5 @@ def parse(text: str, *, extra: Mapping[str, Callable[..., Any]] | None = None) -
 
 def _names() -> dict[str, Callable[..., Any]]:
     answers = {kind.__name__: kind for kinds in ANSWERS.values() for kind in kinds}
-    return {"Strategy": Strategy, "DelayCompensation": DelayCompensation, "Elastic": Elastic, **answers, **recipes.by_name()}
+    parts = {kind.__name__: kind for kind in (DelayCompensation, Elastic, *GRAPHS, *OUTER)}
+    return {"Strategy": Strategy, **parts, **answers, **recipes.by_name()}

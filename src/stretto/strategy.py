@@ -1,14 +1,16 @@
 """Strategy: five questions about data-parallel training, answered by five small values.
 
     aggregate   whose values are combined, and by whom?      AllReduce(algorithm), Hierarchy(inner, outer, group_size, elastic),
-                                                             ParameterServer(shards, replicas, snapshots, every_s), SharedMemory()
-    sync        when?                                        Synchronous(); with servers also StaleSynchronous(bound),
+                                                             ParameterServer(shards, replicas, answers), SharedMemory(),
+                                                             Gossip(graph, push_sum, pull), GroupAverage(size, rule, patience_s)
+    sync        when?                                        Synchronous(), or late, StaleSynchronous(bound); with servers also
                                                              Asynchronous(staleness_aware, delay_compensation), SoftSync(n),
-                                                             BackupWorkers(spare); in shared memory Asynchronous()
+                                                             BackupWorkers(spare); in shared memory Asynchronous(); each
+                                                             worker by itself, and together now and then, LocalSGD(every)
     compress    how is it written on the wire?               NoCompression(), Float16(), Int8(), ErrorFeedback(Sign()), ...
     schedule    in which order, and over what?               AfterBackward(), WaitFree(), Buckets(bytes), Merged(), Tic(), Tac(),
                                                              Priority(partition, credit), Caramel()
-    shard       where does model state live?                 Replicated()
+    shard       where does model state live?                 Replicated(), Zero(stage)
 
 A strategy is frozen, hashable and printable; it is the configuration. `repr` reads back with `parse`, which knows the
 names above and nothing else: a command line, a log line and a plan all speak the same language.
@@ -23,18 +25,31 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from stretto.aggregate.all_reduce import AllReduce
+from stretto.aggregate.all_reduce.pipelined import PipelinedAllReduce
 from stretto.aggregate.all_reduce.training import SynchronousAllReduce
+from stretto.aggregate.gossip import Gossip
+from stretto.aggregate.gossip.asynchronous import AsynchronousGossip
+from stretto.aggregate.gossip.outer_steps import OuterGossip
+from stretto.aggregate.gossip.training import NeighbourGossip, PushSumGossip
+from stretto.aggregate.group_average.grid_training import GridAverage
+from stretto.aggregate.group_average.training import WaitAvoidingAverage
+from stretto.aggregate.group_average.value import GroupAverage
 from stretto.aggregate.hierarchy import Hierarchy
 from stretto.aggregate.hierarchy.elastic_groups import ElasticGroups
+from stretto.aggregate.hierarchy.outer_steps import OuterSteps
 from stretto.aggregate.hierarchy.stepping_servers import GroupsWithSteppingServers
 from stretto.aggregate.hierarchy.summing_servers import GroupsWithSummingServers
 from stretto.aggregate.hierarchy.training import SynchronousHierarchy
+from stretto.aggregate.local_sgd.streaming import StreamingAveraging
+from stretto.aggregate.local_sgd.training import LocalAveraging
 from stretto.aggregate.parameter_server import ParameterServer
 from stretto.aggregate.parameter_server.consistency import SyncAnswer
 from stretto.aggregate.parameter_server.stepping import SteppingServers
 from stretto.aggregate.parameter_server.training import SynchronousServers
 from stretto.aggregate.shared_memory import SharedMemory
 from stretto.aggregate.shared_memory.training import Hogwild
+from stretto.aggregate.zero.cut.training import CutParameters
+from stretto.aggregate.zero.training import ShardedAllReduce
 from stretto.compress import catalogue
 from stretto.compress.codec import Compression
 from stretto.compress.none import NoCompression
@@ -47,19 +62,22 @@ from stretto.schedule.orders import AfterBackward, Buckets, WaitFree
 from stretto.schedule.priority import Priority
 from stretto.schedule.tictac import Tac, Tic
 from stretto.shard.replicated import Replicated
+from stretto.shard.zero import Zero
 from stretto.sync.asynchronous import Asynchronous
 from stretto.sync.backup_workers import BackupWorkers
+from stretto.sync.local_sgd import STREAMING, LocalSGD
 from stretto.sync.soft_sync import SoftSync
 from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.sync.synchronous import Synchronous
 
+SERVER_SYNCS: tuple[type, ...] = (StaleSynchronous, Asynchronous, SoftSync, BackupWorkers)  # with which servers step
 Schedule = AfterBackward | WaitFree | Buckets | Merged | Tic | Tac | Priority | Caramel
 ANSWERS: dict[str, tuple[type, ...]] = {
-    "aggregate": (AllReduce, Hierarchy, ParameterServer, SharedMemory),
-    "sync": (Synchronous, StaleSynchronous, Asynchronous, SoftSync, BackupWorkers),
+    "aggregate": (AllReduce, Hierarchy, ParameterServer, SharedMemory, Gossip, GroupAverage),
+    "sync": (Synchronous, *SERVER_SYNCS, LocalSGD),
     "compress": catalogue.classes(),
     "schedule": (AfterBackward, WaitFree, Buckets, Merged, Tic, Tac, Priority, Caramel),
-    "shard": (Replicated,),
+    "shard": (Replicated, Zero),
 }
 
 # A GPU adds in no time, but every bucket takes two meetings: with 24 and 100 MiB the step of GPT-2 on four workers that share an
@@ -71,11 +89,11 @@ ON_ONE_HOST = Buckets(bytes=100 << 20)
 class Strategy:
     """How to train data-parallel. The default is synchronous all-reduce in buckets: exactly large-batch training."""
 
-    aggregate: AllReduce | Hierarchy | ParameterServer | SharedMemory = field(default_factory=AllReduce)
-    sync: SyncAnswer = field(default_factory=Synchronous)
+    aggregate: AllReduce | Hierarchy | ParameterServer | SharedMemory | Gossip | GroupAverage = field(default_factory=AllReduce)
+    sync: SyncAnswer | LocalSGD = field(default_factory=Synchronous)
     compress: Compression = field(default_factory=NoCompression)
     schedule: Schedule = field(default_factory=Buckets)
-    shard: Replicated = field(default_factory=Replicated)
+    shard: Replicated | Zero = field(default_factory=Replicated)
 
     def __post_init__(self) -> None:
         for axis in fields(self):
@@ -93,7 +111,9 @@ class Strategy:
                 isinstance(self.aggregate, way.aggregate)
                 and way.variant in ("", getattr(self.aggregate, "variant", ""))
                 and isinstance(self.sync, way.sync)
+                and way.sync_variant == getattr(self.sync, "variant", "")
                 and isinstance(self.shard, way.shard)
+                and way.shard_variant == getattr(self.shard, "variant", "")
             ):
                 return way.training
         raise ConfigurationError(_no_way(self))
@@ -106,7 +126,8 @@ class Strategy:
     @property
     def _is_left_to_us(self) -> bool:
         """Whether the user has no wish how gradients are combined. Compressed ones are small, and stay each worker's own."""
-        return self.aggregate == AllReduce() and self.compress.lossless
+        are_default = self.aggregate == AllReduce() and self.sync == Synchronous() and self.shard == Replicated()
+        return are_default and self.compress.lossless
 
     def _for_gpus(self, job: Job) -> Strategy:
         """Workers of one host that compute on GPUs combine gradients there, and not in host memory."""
@@ -130,15 +151,22 @@ class Way(NamedTuple):
     shard: type
     training: type[Training[Any]]
     variant: str = ""  # of the aggregate, where it has several
+    sync_variant: str = ""  # of sync
+    shard_variant: str = ""  # of shard
 
     @property
     def text(self) -> str:
         inside = f"({self.variant})" if self.variant else ""
-        return f"aggregate={self.aggregate.__name__}{inside}, sync={self.sync.__name__}, shard={self.shard.__name__}"
+        how = f"({self.sync_variant})" if self.sync_variant else ""
+        cut = f"({self.shard_variant})" if self.shard_variant else ""
+        return f"aggregate={self.aggregate.__name__}{inside}, sync={self.sync.__name__}{how}, shard={self.shard.__name__}{cut}"
 
 
 WAYS: tuple[Way, ...] = (
     Way(AllReduce, Synchronous, Replicated, SynchronousAllReduce),
+    Way(AllReduce, Synchronous, Zero, ShardedAllReduce),
+    Way(AllReduce, Synchronous, Zero, CutParameters, shard_variant="stage=3"),
+    Way(AllReduce, StaleSynchronous, Replicated, PipelinedAllReduce),
     Way(Hierarchy, Synchronous, Replicated, SynchronousHierarchy, "outer=AllReduce"),
     Way(Hierarchy, Synchronous, Replicated, GroupsWithSummingServers, "outer=ParameterServer"),
     Way(ParameterServer, Synchronous, Replicated, SynchronousServers),
@@ -146,22 +174,42 @@ WAYS: tuple[Way, ...] = (
         Way(Hierarchy, sync, Replicated, ElasticGroups, "outer=ParameterServer, elastic=Elastic")
         for sync in (Synchronous, StaleSynchronous, Asynchronous)
     ),
+    *(Way(Hierarchy, sync, Replicated, GroupsWithSteppingServers, "outer=ParameterServer") for sync in SERVER_SYNCS),
+    *(Way(ParameterServer, sync, Replicated, SteppingServers) for sync in SERVER_SYNCS),
     *(
-        Way(Hierarchy, sync, Replicated, GroupsWithSteppingServers, "outer=ParameterServer")
-        for sync in ANSWERS["sync"]
-        if sync is not Synchronous
+        Way(aggregate, LocalSGD, Replicated, OuterSteps, variant, sync_variant)
+        for aggregate, variant in ((ParameterServer, ""), (Hierarchy, "outer=ParameterServer"))
+        for sync_variant in ("", STREAMING)
     ),
-    *(Way(ParameterServer, sync, Replicated, SteppingServers) for sync in ANSWERS["sync"] if sync is not Synchronous),
+    Way(GroupAverage, StaleSynchronous, Replicated, WaitAvoidingAverage),
+    *(Way(GroupAverage, sync, Replicated, GridAverage) for sync in (Synchronous, LocalSGD)),
     Way(SharedMemory, Asynchronous, Replicated, Hogwild),
+    *(Way(Gossip, sync, Replicated, PushSumGossip, "push_sum=True") for sync in (Synchronous, StaleSynchronous)),
+    Way(Gossip, Asynchronous, Replicated, AsynchronousGossip, "push_sum=False"),
+    Way(Gossip, LocalSGD, Replicated, OuterGossip, "push_sum=False"),
+    *(Way(Gossip, sync, Replicated, NeighbourGossip, "push_sum=False") for sync in (Synchronous, StaleSynchronous)),
+    Way(AllReduce, LocalSGD, Replicated, LocalAveraging),
+    Way(AllReduce, LocalSGD, Replicated, LocalAveraging, sync_variant="grow_to"),
+    Way(AllReduce, LocalSGD, Replicated, StreamingAveraging, sync_variant=STREAMING),
 )
 
 
 def _no_way(strategy: Strategy) -> str:
     asked = f"aggregate={strategy.aggregate!r}, sync={strategy.sync!r}, shard={strategy.shard!r}"
-    ways = "; ".join(way.text for way in WAYS)
+    near = [way for way in WAYS if isinstance(strategy.aggregate, way.aggregate) or isinstance(strategy.sync, way.sync)]
+    ways = "; ".join(way.text for way in near)
     return (
         f"Strategy({asked}): each of them is an answer, but there is no way of training that combines the three.\n"
-        f"Write one of the combinations that exist: {ways}."
+        f"Write one of the combinations that exist: {ways}.{_without_growing(strategy)}"
+    )
+
+
+def _without_growing(strategy: Strategy) -> str:
+    if getattr(strategy.sync, "variant", "") != "grow_to":
+        return ""
+    return (
+        "\nOr leave grow_to= out: a period grows while workers agree, which is seen where all of them come together, with "
+        "aggregate=AllReduce()."
     )
 
 

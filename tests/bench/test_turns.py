@@ -53,10 +53,12 @@ def test_the_slowest_rank_counts_in_every_turn_of_every_contender(size: int) -> 
         ("compress_gpu_nvidia-h200_2026-11-15", "compress_gpu", "GpuReport", list),
         ("compress_loss_amd-epyc-2-cores_2026-11-15", "compress_loss", "LossReport", None),
         ("compress_step_rho1_amd-epyc-2-cores_2026-11-15", "compress_step", "CompressStepReport", list),
+        ("profile_overhead_amd-epyc-2-cores_2026-11-19", "profile_overhead", "OverheadReport", list),
         ("schedule_intel-r-xeon-r-processor-2-cores_2026-11-16", "schedule", "ScheduleReport", list),
         ("schedule_compressed_intel-r-xeon-r-processor-2-cores_2026-11-16", "schedule", "ScheduleReport", list),
         ("schedule_small_intel-r-xeon-r-processor-2-cores_2026-11-16", "schedule", "ScheduleReport", list),
         ("schedule_nvidia-h200_2026-11-16", "schedule", "ScheduleReport", list),
+        ("late_amd-epyc-2-cores_2026-11-18", "schedule", "ScheduleReport", list),
         ("step_amd-epyc-2-cores_2026-11-15", "step", "StepReport", list),
         ("strangers_intel-r-xeon-r-processor-2-cores_2026-11-16", "strangers", "StrangersReport", None),
     ],
@@ -77,7 +79,8 @@ def test_committed_results_are_read_and_written_as_they_are(
     assert asked is not None
     more: dict[str, list[Any]] = {
         "all_reduce": [lambda size: size, asked[1]], "before_after": [], "compress_gpu": [asked[1]], "compress_loss": [],
-        "compress_step": [asked[1]], "schedule": [asked[1]], "step": [asked[1]], "strangers": [asked[1]],
+        "compress_step": [asked[1]], "profile_overhead": [asked[1]], "schedule": [asked[1]], "step": [asked[1]],
+        "strangers": [asked[1]],
     }  # fmt: skip
 
     assert "\n".join(module.as_markdown(found[0] if script == "compress_gpu" else found, *more[script])) + "\n" == text

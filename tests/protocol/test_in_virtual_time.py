@@ -13,10 +13,10 @@ import pytest
 
 from protocol.machines import Disk, Read, Register, Stamp, TokenRing, Write
 from stretto.testing.faults import Cut, Fault, Kill, Pause
-from stretto.testing.network_model import Exponential, Link, NetworkModel
+from stretto.testing.network_model import ExponentialDelay, Link, NetworkModel
 from stretto.testing.virtual_network import VirtualNetwork
 
-STORMY = Link(latency_s=0.02, jitter=Exponential(0.05), loss=0.1, duplicate=0.1, reorder=0.1, hold_s=0.5)
+STORMY = Link(latency_s=0.02, jitter=ExponentialDelay(0.05), loss=0.1, duplicate=0.1, reorder=0.1, hold_s=0.5)
 STORM = NetworkModel(STORMY, detect_s=0.3)
 SLOW = [pytest.param(range(begin, begin + 1940), marks=pytest.mark.slow) for begin in range(300, 10_000, 1940)]
 SEEDS = pytest.mark.parametrize("seeds", [range(300), *SLOW], ids=str)  # 10,000 in all

@@ -115,13 +115,31 @@ def test_what_cannot_be_is_refused(name: str, change: dict[str, object], tmp_pat
         read_servers(tmp_path, read(tmp_path))
 
 
-@pytest.mark.parametrize("args", [{"parked": -1}, {"parked": 0.5}, {"parked": "many"}, {str(n): 1 for n in range(9)}])
-def test_a_sample_that_cannot_be_is_refused(args: dict[str, object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("queue", {"parked": -1}),
+        ("queue", {"parked": 0.5}),
+        ("queue", {"parked": "many"}),
+        ("queue", {str(n): 1 for n in range(9)}),
+        ("consensus distance", {"distance": -0.5}),
+        ("consensus distance", {"distance": None}),
+    ],
+)
+def test_a_sample_that_cannot_be_is_refused(name: str, args: dict[str, object], tmp_path: Path) -> None:
     workers, _ = with_servers()
-    workers[0].traceEvents.append(msgspec.structs.replace(span("wait", "w", 0, 1), ph="C", dur=None, args=args))
+    workers[0].traceEvents.append(msgspec.structs.replace(span("wait", name, 0, 1), ph="C", dur=None, args=args))
     write(tmp_path, workers)
     with pytest.raises(ConfigurationError, match="event .* has a time, a peer or a number of bytes that cannot be"):
         read(tmp_path)
+
+
+def test_a_sample_of_something_else_than_a_length_may_be_a_fraction(tmp_path: Path) -> None:
+    workers, _ = with_servers()
+    sample = msgspec.structs.replace(span("wait", "consensus distance", 0, 1), ph="C", dur=None, args={"distance": 0.5})
+    workers[0].traceEvents.append(sample)
+    write(tmp_path, workers)
+    assert sample in read(tmp_path)[0].traceEvents
 
 
 def test_a_trace_of_one_server_alone_is_drawn_without_steps() -> None:

@@ -14,7 +14,7 @@ from stretto.errors import ConfigurationError, PeerLost, WireError, WireTimeout
 from stretto.testing import run_threads, run_virtual, wait_for
 from stretto.testing.envelopes import BufferChanged
 from stretto.testing.faults import Cut, Fault, Kill, Pause
-from stretto.testing.network_model import Constant, Exponential, Link, NetworkModel, Uniform
+from stretto.testing.network_model import Constant, ExponentialDelay, Link, NetworkModel, Uniform
 from stretto.testing.virtual import VirtualDeadlock, VirtualWire, virtual_world
 from stretto.testing.virtual_links import OutOfBudget
 from stretto.wire.base import Tag, Wire
@@ -34,7 +34,7 @@ class TestAVirtualWorldKeepsTheContract(WireContract):
 class TestAVirtualWorldWithABadNetworkKeepsTheContract(WireContract):
     @contextmanager
     def make_world(self, size: int) -> Iterator[Sequence[Wire]]:
-        link = Link(latency_s=1e-3, bytes_per_s=1e8, jitter=Exponential(1e-3), loss=0.2, retransmit_s=0.01)
+        link = Link(latency_s=1e-3, bytes_per_s=1e8, jitter=ExponentialDelay(1e-3), loss=0.2, retransmit_s=0.01)
         yield virtual_world(size, NetworkModel(link), seed=2, check=True)
 
 
@@ -215,7 +215,7 @@ def busy_program(wire: VirtualWire) -> tuple[float, list[int]]:
 
 
 def trace_of(seed: int) -> tuple[str, list[Any]]:
-    link = Link(latency_s=1e-3, bytes_per_s=1e6, jitter=Exponential(1e-3), loss=0.1, retransmit_s=5e-3)
+    link = Link(latency_s=1e-3, bytes_per_s=1e6, jitter=ExponentialDelay(1e-3), loss=0.1, retransmit_s=5e-3)
     wires = virtual_world(7, NetworkModel(link), seed)
     results = run_threads(7, busy_program, wires=wires)
     wires[0].world.assert_all_fired()
@@ -239,7 +239,7 @@ def test_the_trace_of_a_known_run_is_known() -> None:
 # Faults
 
 
-@pytest.mark.parametrize("jitter", [Constant(0.5), Uniform(0.1, 0.2), Exponential(0.1)])
+@pytest.mark.parametrize("jitter", [Constant(0.5), Uniform(0.1, 0.2), ExponentialDelay(0.1)])
 def test_jitter_delays_but_keeps_the_order(jitter: Any) -> None:
     def sender(wire: VirtualWire) -> None:
         for number in range(100):

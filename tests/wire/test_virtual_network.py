@@ -14,7 +14,7 @@ import pytest
 from stretto.errors import ConfigurationError
 from stretto.protocol.machine import Actions, Machine, SendMessage, SetTimer
 from stretto.testing.faults import Cut, Fault, Kill, Pause
-from stretto.testing.network_model import Exponential, Link, NetworkModel, NodeName
+from stretto.testing.network_model import ExponentialDelay, Link, NetworkModel, NodeName
 from stretto.testing.virtual_links import OutOfBudget
 from stretto.testing.virtual_network import VirtualNetwork
 
@@ -125,7 +125,7 @@ def test_reordered_messages_are_overtaken() -> None:
 
 
 def test_jitter_reorders_too() -> None:
-    network = pair(Link(jitter=Exponential(3.0)))
+    network = pair(Link(jitter=ExponentialDelay(3.0)))
     numbers = run_pair(network, count=50).numbers
     assert sorted(numbers) == list(range(1, 51)) and network.fired["reorder"] > 0
 
@@ -286,7 +286,7 @@ def test_a_long_silence_parts_two_nodes_for_good_on_both_sides(fault: Fault, rel
 
 
 def test_on_a_reliable_network_everything_comes_once_and_in_order() -> None:
-    link = Link(latency_s=0.25, jitter=Exponential(3.0), loss=0.3, retransmit_s=2.0, bytes_per_s=10.0)
+    link = Link(latency_s=0.25, jitter=ExponentialDelay(3.0), loss=0.3, retransmit_s=2.0, bytes_per_s=10.0)
     network = pair(link, [Cut(("b",), at_s=5.0, for_s=4.0), Pause("a", at_s=12.0, for_s=3.0)], reliable=True)
     receiver = run_pair(network, count=40, until_s=1000)
     assert receiver.numbers == list(range(1, 41)) and network.fired["loss"] > 5
@@ -358,7 +358,7 @@ def test_a_message_to_oneself_arrives_at_once_whatever_the_link_does() -> None:
     assert alone.heard == [(1.0, "a", 1), (2.0, "a", 2), (3.0, "a", 3)]
 
 
-STORMY = Link(latency_s=0.1, bytes_per_s=1e4, jitter=Exponential(0.5), loss=0.1, duplicate=0.1, reorder=0.1, hold_s=1.0)
+STORMY = Link(latency_s=0.1, bytes_per_s=1e4, jitter=ExponentialDelay(0.5), loss=0.1, duplicate=0.1, reorder=0.1, hold_s=1.0)
 
 
 def storm(seed: int) -> str:

@@ -13,9 +13,9 @@ from stretto.parsing import parse
 from stretto.plain_calls import MAX_CHARACTERS
 
 DEFAULT_CODECS = (
-    "Float16()", "BFloat16()", "Int8()", "Dynamic8()", "QSGD(4)", "TernGrad()", "OneBit()", "Sign()", "TopK(0.01)",
-    "RandomK(0.01)", "Threshold(2.5)", "PowerSGD(4)", "DGC(0.001)", "DeMo()", "OneBitAdam(1000)", "EF21(TopK(0.01))",
-    "ErrorFeedback(Sign())", "ErrorFeedback(TopK(0.01))", "ErrorFeedback(PowerSGD(4))",
+    "Float16()", "BFloat16()", "Int8()", "Dynamic8()", "E3M0()", "QSGD(4)", "TernGrad()", "OneBit()", "Sign()",
+    "TopK(0.01)", "RandomK(0.01)", "Threshold(2.5)", "PowerSGD(4)", "DGC(0.001)", "DeMo()", "OneBitAdam(1000)",
+    "EF21(TopK(0.01))", "ErrorFeedback(Sign())", "ErrorFeedback(TopK(0.01))", "ErrorFeedback(PowerSGD(4))",
 )  # fmt: skip
 MAX_WORKERS = 64  # all of them, with their memories, are in this process
 

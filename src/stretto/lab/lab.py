@@ -193,8 +193,14 @@ class Lab:
         number, at = self.hosts - self.worker_hosts, f"{address(0)}:{_FIRST_SERVER_PORT + self._jobs % 1000}"
         return [
             JoiningServer(
-                number=each, num_servers=number, num_workers=num_workers, rendezvous=at, secret=secret, encrypt=self.encrypt
-            )
+                number=each,
+                num_servers=number,
+                num_workers=num_workers,
+                rendezvous=at,
+                secret=secret,
+                encrypt=self.encrypt,
+                trace=self._environ.get("STRETTO_TRACE"),
+            )  # fmt: skip
             for each in range(number)
         ]
 

@@ -35,5 +35,10 @@ def enclose(mine: Sequence[Sequence[int]], rank_0: Sequence[Sequence[int]]) -> t
     pairs = list(zip(mine, rank_0, strict=True))
     low = max(entry - exit_0 for (entry, _), (_, exit_0) in pairs)
     high = min(exit_ - entry_0 for (_, exit_), (entry_0, _) in pairs)
+    return middle_of(low, high)
+
+
+def middle_of(low: int, high: int) -> tuple[int, int]:
+    """The offset between these bounds, and by how much it may be wrong."""
     middle = 0 if low <= 0 <= high else (low + high) // 2
     return middle, (high - low + 1) // 2

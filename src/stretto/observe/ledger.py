@@ -28,6 +28,8 @@ class Ledger:
         self.held_ns: Counter[int] = Counter()
         self.under_way = self.most_under_way = 0
         self.waited_ns = 0
+        self.own_steps = 0  # of models of which each worker has its own, with or without an exchange
+        self.consensus_distance: float | None = None  # as `stretto.consensus` or `stretto.save` has measured it last
         self._lock = threading.Lock()
 
     def count(self, kind: str, sent: Iterable[tuple[int, int]], received: Iterable[tuple[int, int]], itemsize: int) -> None:

@@ -2,9 +2,10 @@
 
     stretto: 240 steps, 12.3 steps/s, staleness 1.2 (at most 4), waiting 18 %, 24.1 MB/s to servers
 
-All figures but the first are of the seconds since the last line. Steps are this worker's: rounds that have ended, or with servers
-that step what these have applied. Staleness is left out where it is 0, as with synchronous training. Waiting is the share of the
-time in which the training loop waited for others; bytes are what this worker has sent.
+All figures but the first are of the seconds since the last line. Steps are this worker's: rounds that have ended, with servers
+that step what these have applied, or those of its own model where each worker has one. Staleness is left out where it is 0, as
+with synchronous training. Waiting is the share of the time in which the training loop waited for others; bytes are what this
+worker has sent.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ class Reading:
     waited_s: float
     sent: int
     sent_to_servers: int
+    own_steps: int = 0
 
     @property
     def steps(self) -> int:
-        return self.staleness.total()
+        return self.own_steps or self.staleness.total()
 
 
 def read(ledger: Ledger, world_size: int, at_s: float) -> Reading:
     to_servers = sum(num_bytes for (_, peer), num_bytes in list(ledger.sent.items()) if peer >= world_size)
-    return Reading(at_s, Counter(dict(ledger.staleness)), ledger.waited_s, ledger.bytes_sent, to_servers)
+    return Reading(at_s, Counter(dict(ledger.staleness)), ledger.waited_s, ledger.bytes_sent, to_servers, ledger.own_steps)
 
 
 def line(before: Reading, now: Reading) -> str:

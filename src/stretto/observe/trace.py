@@ -25,10 +25,11 @@ overlap freely, so each gets the first lane of its track that is free; that is d
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -57,11 +58,11 @@ class Span(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What something was at a moment: the lengths of queues."""
+    """What something was at a moment: the lengths of queues, how far apart the workers' models are."""
 
     name: str
     at_ns: int
-    values: dict[str, int]
+    values: Mapping[str, float]
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,9 +129,10 @@ class Tracer:
         end = self.now() if end_ns is None else end_ns
         self._kept.append(Span(category, name, thread, begin_ns, end, num_bytes, peer, collective))
 
-    def sample(self, name: str, at_ns: int, values: dict[str, int]) -> None:
-        """Note numbers that change with time. The last ones are kept."""
-        self._samples.append(Sample(name, at_ns, values))
+    def sample(self, name: str, at_ns: int, values: Mapping[str, float]) -> None:
+        """Note numbers that change with time. The last ones are kept; not those that a file cannot hold."""
+        if all(map(math.isfinite, values.values())):
+            self._samples.append(Sample(name, at_ns, values))
 
     def watch(self, category: str, peer: int, num_bytes: int, collective: str, then: Callable[[T], None]) -> Callable[[T], None]:
         """`then`, noting that something was in flight from now until it is called."""

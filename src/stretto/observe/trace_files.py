@@ -99,8 +99,9 @@ def _nonsense(path: Path, file: TraceFile) -> str | None:
 def _is_sane(event: TraceEvent) -> bool:
     """Comparisons with NaN are false, so it is refused too. (JSON has no NaN, but who writes files may.)"""
     if event.ph == "C":
-        counts = event.args.values()
-        return -LONGEST_US < event.ts < LONGEST_US and len(counts) <= MOST_COUNTS and all(_is_whole(n, WHOLE) for n in counts)
+        values = event.args.values()
+        could_be = _is_whole if event.name == "queue" else _is_amount  # the lengths of queues are added up
+        return -LONGEST_US < event.ts < LONGEST_US and len(values) <= MOST_COUNTS and all(could_be(n, WHOLE) for n in values)
     if event.ph != "X":
         return True
     return (
@@ -115,6 +116,10 @@ def _is_sane(event: TraceEvent) -> bool:
 
 def _is_whole(value: Any, limit: int) -> bool:
     return type(value) is int and 0 <= value < limit
+
+
+def _is_amount(value: Any, limit: int) -> bool:
+    return type(value) in (int, float) and 0 <= value < limit
 
 
 def _refused(path: Path, why: str) -> ConfigurationError:

@@ -33,6 +33,7 @@ from stretto.optim.layerwise import (
     Adapt,
     Decay,
     Layerwise,
+    Steps,
     check_number,
     check_which,
     decay_of,
@@ -83,7 +84,7 @@ class LAMB(Layerwise):
                     f"LAMB(norm_bounds=({low}, {high})): no norm lies between them.\nWrite the smaller first: ({high}, {low})."
                 )
 
-    def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def steps(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], whole: Tensor) -> Steps:
         """One step of one parameter, in place."""
         if not state:
             # A plain number: load_state_dict keeps it, and reading it asks no device.
@@ -92,10 +93,11 @@ class LAMB(Layerwise):
         state["step"] += 1
         direction = adam_direction(gradient, state, group["betas"], group["eps"])
         w = in_working_dtype(weight)
-        if decay := decay_of(weight, group):
+        if decay := decay_of(whole, group):
             direction.add_(w, alpha=decay)
-        if is_adapted(weight, group):
-            direction.mul_(trust_ratio(w, direction, group["norm_bounds"]))
+        if is_adapted(whole, group):
+            w_norm, u_norm = yield w, direction
+            direction.mul_(ratio_by_norms(w_norm, u_norm, group["norm_bounds"]))
         weight.add_(direction, alpha=-group["lr"])
 
 
@@ -114,7 +116,10 @@ def adam_direction(gradient: Tensor, state: dict[str, Any], betas: tuple[float, 
 
 def trust_ratio(weight: Tensor, direction: Tensor, bounds: tuple[float, float] | None) -> Tensor:
     """phi(|w|) / |u|: a 0-d tensor."""
-    w, u = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(direction)
+    return ratio_by_norms(torch.linalg.vector_norm(weight), torch.linalg.vector_norm(direction), bounds)
+
+
+def ratio_by_norms(w: Tensor, u: Tensor, bounds: tuple[float, float] | None) -> Tensor:
     phi = w if bounds is None else w.clamp(*bounds)
     return ratio_or_one(phi, u, w, u)
 

@@ -33,6 +33,7 @@ from stretto.optim.layerwise import (
     Adapt,
     Decay,
     Layerwise,
+    Steps,
     check_number,
     check_which,
     decay_of,
@@ -83,12 +84,13 @@ class LARS(Layerwise):
         check_number("LARS: eps", options["eps"])
         check_which("LARS", options)
 
-    def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def steps(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], whole: Tensor) -> Steps:
         """One step of one parameter, in place."""
-        decay, w = decay_of(weight, group), in_working_dtype(weight)
+        decay, w = decay_of(whole, group), in_working_dtype(weight)
         step = gradient.add(w, alpha=decay) if decay else gradient
-        if is_adapted(weight, group):
-            step = step * local_rate(w, gradient, decay, group["trust_coefficient"], group["eps"])
+        if is_adapted(whole, group):
+            w_norm, g_norm = yield w, gradient
+            step = step * rate_by_norms(w_norm, g_norm, decay, group["trust_coefficient"], group["eps"])
         if group["momentum"]:
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = step.to(weight.dtype, copy=True)  # never the gradient's own memory
@@ -100,5 +102,8 @@ class LARS(Layerwise):
 
 def local_rate(weight: Tensor, gradient: Tensor, decay: float, trust: float, eps: float) -> Tensor:
     """lambda: a 0-d tensor."""
-    w, g = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(gradient)
+    return rate_by_norms(torch.linalg.vector_norm(weight), torch.linalg.vector_norm(gradient), decay, trust, eps)
+
+
+def rate_by_norms(w: Tensor, g: Tensor, decay: float, trust: float, eps: float) -> Tensor:
     return ratio_or_one(trust * w, g + decay * w + eps, w, g)

@@ -12,7 +12,8 @@ tensors of two or more dimensions; by default biases and the scales and shifts o
 
 Cost:      two norms, two reads of the parameter's size; a ratio is a 0-d tensor on the parameter's device and is never read by
            the host, so a GPU is not waited for.
-Limits:    a parameter of which this process holds a part only (a shard) has the norm of that part, which is another rule.
+Slices:    where a worker has a part of a parameter only, its norms are those of all parts: `steps` asks for them, and whoever
+           drives it says what they are (`aggregate/zero/slice_optimizer.py`).
 Invariant: the ratio is 1 where a norm is zero: weights that start at zero do move.
 Departs:   arithmetic and norms are in float32 for parameters in half precision; state has the parameter's dtype, as in torch.
 """
@@ -21,7 +22,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from numbers import Real
 from typing import Any, Literal, overload
 
@@ -31,6 +33,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from stretto.errors import ConfigurationError
 
+Norms = tuple[Tensor, Tensor]
+Steps = Generator[tuple[Tensor, Tensor], Norms, None]
 Adapt = Literal["matrices", "all", "none"]
 Decay = Literal["matrices", "all"]
 
@@ -43,8 +47,15 @@ class Layerwise(Optimizer, ABC):
         """Raise ConfigurationError for the first option of a group that cannot work."""
 
     @abstractmethod
+    def steps(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], whole: Tensor) -> Steps:
+        """Change `weight` and `state` in place; `gradient` is dense, at least float32, and must stay as it is. Yields the two
+        tensors whose norms it needs, if any, and is sent these. `whole`: the parameter, of which `weight` may be a part."""
+
     def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Change `weight` and `state` in place; `gradient` is dense, at least float32, and must stay as it is."""
+        """One step of one parameter, in place."""
+        steps = self.steps(weight, gradient, state, group, weight)
+        if (asked := next(steps, None)) is not None:
+            answer(steps, torch.linalg.vector_norm(asked[0]), torch.linalg.vector_norm(asked[1]))
 
     def __init__(self, params: ParamsT, **defaults: Any) -> None:
         self.check(defaults)
@@ -89,6 +100,13 @@ class Layerwise(Optimizer, ABC):
                 f"Keep the parameter as real numbers and use torch.view_as_complex in forward()."
             )
         return gradient.to(_working_dtype(weight))
+
+
+def answer(steps: Steps, one: Tensor, other: Tensor) -> None:
+    """Give the norms that were asked for; the step is taken then."""
+    with suppress(StopIteration):
+        steps.send((one, other))
+        raise AssertionError("norms are asked for once")
 
 
 def in_working_dtype(weight: Tensor) -> Tensor:

@@ -283,8 +283,8 @@ class Loop:
             self._to_myself.append((running, header, view))
             self._tell_sent(running, token)
         else:
-            if token is not None:
-                self._wire.keep_queues_short()  # the machine decides what goes first
+            if token is not None and running.machine.decides_order:
+                self._wire.keep_queues_short()
             self._wire.offer(
                 to, running.channel, header, view, lambda handle: self._taken(running, to, num_bytes, handle.error, token)
             )

@@ -72,6 +72,7 @@ class Machine(ABC):
     """One node's part of a protocol. An exception that leaves an event ends the machine: its callers get the error."""
 
     header_type: ClassVar[Any]  # what `on_message` takes: a msgspec struct, or a union of tagged ones
+    decides_order: ClassVar[bool] = True  # by what `on_sent` tells: queues below are to be short then
 
     def on_start(self, now: float) -> Actions:
         return ()

@@ -46,7 +46,7 @@ class Uniform:
 
 
 @dataclass(frozen=True, slots=True)
-class Exponential:
+class ExponentialDelay:
     """Mostly short, sometimes long: the queueing delay of a random arrival process, `mean_s` on average."""
 
     mean_s: float
@@ -55,7 +55,7 @@ class Exponential:
         return random.expovariate(1.0 / self.mean_s) if self.mean_s > 0 else 0.0
 
 
-Delay = Constant | Uniform | Exponential
+Delay = Constant | Uniform | ExponentialDelay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ Time is `wire.now()`: the machine's monotonic clock, or a virtual one. All deadl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from stretto.errors import PeerLost, WireError
@@ -164,6 +164,10 @@ class Wire(ABC):
         time: then it is a lost member, to be retired. Until then it counts as lost. What its rank sent, and was sent, before is
         gone.
         """
+
+    @abstractmethod
+    def leave_room(self, ranks: Iterable[int]) -> None:
+        """These ranks may be admitted later, and have never been here: until then they count as lost, and nobody is told so."""
 
     @abstractmethod
     def retire(self, rank: int, generation: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Generic, Protocol, TypeVar
 
 from stretto.errors import ConfigurationError, FrameError, PeerLost, WireError
@@ -266,6 +266,10 @@ class MailboxWire(Wire, Generic[M]):
         self.lost[rank] = PeerLost(rank, "it has been admitted, and is not here yet")
         self._admitted[rank] = peer
         self._begin_admission(peer)
+
+    def leave_room(self, ranks: Iterable[int]) -> None:
+        for rank in set(ranks) - self._lives.keys() - {self.rank}:
+            self.lost[rank] = PeerLost(rank, "it has never joined")
 
     def _forget_former_life(self, rank: int) -> None:
         for key in [key for key in self._parked if key[0] == rank]:

@@ -136,6 +136,8 @@ class NativeGroup:
             except BaseException:
                 self._kept += (work, flat)
                 raise
+        except WireError:  # found by our wire, which knows the rank
+            raise
         except RuntimeError as error:
             self._blame(what, str(error))
         except TimeoutError:
