@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shlex
 import statistics
 import sys
 from collections.abc import Callable
@@ -116,7 +117,7 @@ def check(device: str, rounds: int) -> None:
 
 
 def command_of(script: str, arguments: list[str]) -> str:
-    return " ".join([f"python benchmarks/{script}.py", *arguments])
+    return shlex.join(["python", f"benchmarks/{script}.py", *arguments])
 
 
 def run(main: Callable[[list[str]], None]) -> None:

@@ -28,6 +28,7 @@ from stretto.errors import JobError
 from stretto.job import Job
 from stretto.plan.profile import StepProfile
 from stretto.plan.simulate import simulate
+from stretto.sync.stale_synchronous import StaleSynchronous
 
 DDP, DDP_STATIC, DDP_SMALL = "DDP, views", "DDP, views, static graph", "DDP, views, 4 MiB buckets"
 WARM_UP = 6  # more than a schedule watches before it makes its plan
@@ -136,7 +137,10 @@ def measure(job: Job, settings: ScheduleSettings) -> ScheduleReport:
         for _ in range(WARM_UP):
             contender.step(batch)
         contender.settle()
-    check_equal(job, [each for each in contenders if each.name != LIMIT and "compress=" not in (names[each.name] or "")])
+    others = [
+        name for name, text in names.items() if name == LIMIT or any(word in (text or "") for word in ("compress=", "Stale"))
+    ]
+    check_equal(job, [each for each in contenders if each.name not in others])
 
     engines = [engine for each in contenders if (engine := find_engine(each.core)) is not None]
     profiles = {  # by whom gradients are combined: servers cost what they cost
@@ -157,7 +161,8 @@ def row(contender: Contender, seconds: list[float], profiles: dict[Any, StepProf
     plan = None if engine is None else engine.training.plan
     profile = None if engine is None else profiles.get(engine.strategy.aggregate)
     predicted = None
-    if engine is not None and plan is not None and profile is not None:
+    is_late = engine is not None and isinstance(engine.strategy.sync, StaleSynchronous)  # which the simulator does not know
+    if engine is not None and plan is not None and profile is not None and not is_late:
         predicted = simulate(profile, plan, cross_barrier=engine.strategy.schedule.cross_barrier).iteration_s
     number = None if plan is None else len(plan.transfers)
     return ScheduleRow(contender=contender.name, seconds=seconds, predicted_s=predicted, num_transfers=number)

@@ -108,6 +108,7 @@ class TrainedModel:
         """Wait for what is under way."""
         if (engine := find_engine(self.core)) is not None:
             engine.settle()
+            engine.training.finish()
 
 
 def alternate(job: Job, contenders: Sequence[TrainedModel], batch: Tensor, rounds: int, steps: int) -> list[list[float]]:
@@ -217,7 +218,7 @@ def _made(name: str, workload: Workload, job: Job, batch: Tensor, memory: bool) 
     strategy = STRATEGIES.get(name)
     if not memory:
         return TrainedModel(name, workload, job, batch.device, strategy), None
-    with _peak(batch.device) as peak:
+    with peak_of(batch.device) as peak:
         made = TrainedModel(name, workload, job, batch.device, strategy)
         for _ in range(MEMORY_STEPS):
             made.step(batch)
@@ -226,7 +227,7 @@ def _made(name: str, workload: Workload, job: Job, batch: Tensor, memory: bool) 
 
 
 @contextmanager
-def _peak(device: torch.device) -> Iterator[list[int]]:
+def peak_of(device: torch.device) -> Iterator[list[int]]:
     """On the CPU, the running sum over all allocations and releases that torch's profiler saw."""
     peak: list[int] = []
     if device.type == "cuda":
