@@ -18,6 +18,7 @@ from stretto.compress.codec import Compression
 from stretto.compress.demo import DeMo
 from stretto.compress.dgc import DGC
 from stretto.compress.dynamic8 import Dynamic8
+from stretto.compress.e3m0 import E3M0
 from stretto.compress.float16 import Float16
 from stretto.compress.int8 import Int8
 from stretto.compress.layout import Layout
@@ -43,6 +44,7 @@ EXAMPLES: dict[str, Compression] = {
     "BFloat16()": BFloat16(),
     "Int8()": Int8(),
     "Dynamic8()": Dynamic8(),
+    "E3M0()": E3M0(),
     "QSGD(bits=4)": QSGD(bits=4),
     "TernGrad()": TernGrad(),
     "OneBit()": OneBit(),

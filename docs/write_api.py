@@ -48,7 +48,10 @@ GROUPS = (
         "[Training](training.md), [other libraries](libraries.md), [large batches](large_batches.md).",
         ("stretto.distributing", "stretto.sync_batch_norm", "stretto.optim"),
     ),
+    Group("Pipelines", "[A model cut into stages](pipelines.md).", ("stretto.partition",)),
+    Group("Models cut over workers", "[Tensor parallelism and meshes](tensor-parallelism.md).", ("stretto.mesh",)),
     Group("Collectives", "[Groups, and the algorithms](collectives.md).", ("stretto.collective_api", "stretto.collectives")),
+    Group("torch.distributed", "[The backend](torch-distributed.md).", ("stretto.torch_backend",)),
     Group("Data", "[Checkpoints and data](checkpoints.md).", ("stretto.sampler",)),
     Group("Checkpoints", "[Checkpoints and data](checkpoints.md).", ("stretto.checkpoint",)),
     Group(
