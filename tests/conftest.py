@@ -1,5 +1,7 @@
 """What a run of the tests left out is listed at its end: by marker (deselected) and by reason (skipped).
 
+Jobs of threads do not measure their links: `links_are_known`.
+
 Hypothesis draws the same examples in every run, and nothing fails because it took long: a run on a busy machine must end as it
 does on a quiet one. To look further, `pytest --hypothesis-profile=explore` draws others each time.
 
@@ -14,6 +16,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,10 @@ from hypothesis import HealthCheck, settings
 
 import one_thread  # noqa: F401  # before anything else imports torch
 from preloaded import Preloaded
+from stretto.collectives.group import Group
+from stretto.plan import auto
+from stretto.plan.choose import Choices, choose
+from stretto.plan.costs import LinkCosts
 
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("stretto", settings.get_profile("explore"), derandomize=True, database=None)
@@ -78,6 +85,28 @@ def preloaded() -> Iterator[Preloaded]:
     process = Preloaded()
     yield process
     process.close()
+
+
+@lru_cache
+def _choices(size: int, segment_bytes: int, per_host: int) -> Choices:
+    return choose(size, LinkCosts(alpha=1e-5, beta=1e-9, gamma=1e-10), segment_bytes, per_host)
+
+
+@pytest.fixture(autouse=True)
+def links_are_known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`algorithm="auto"` chooses by the costs of some link, without measuring and trying out, which takes a short job longer than
+    all else, and may come out differently in each. A test that is about the measuring asks for the fixture `measured_links`."""
+    if "measured_links" not in request.fixturenames:
+        monkeypatch.setattr(auto, "_make_choices", _choices_of)
+
+
+def _choices_of(group: Group) -> Choices:
+    return _choices(group.size, group.segment_bytes, group.workers_per_host)
+
+
+@pytest.fixture
+def measured_links() -> None:
+    """Links are measured in this test, as in a job of processes."""
 
 
 class LeftOut:

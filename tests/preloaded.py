@@ -62,9 +62,11 @@ def do(request):
     if "shell" in request:
         sys.exit(warm.shell(request["shell"], request["environ"], request["socket"]))
     elif "call" in request:
-        call(request["call"], request["workers"], request["result"])
+        work = lambda: call(request["call"], request["workers"], request["result"])
+        sys.exit(warm.call(work, request["environ"], request["socket"]))
     elif request["workers"]:
-        launch(main_program, request["workers"], request["script"], request["arguments"], start_method="fork")
+        work = lambda: launch(main_program, request["workers"], request["script"], request["arguments"], start_method="fork")
+        sys.exit(warm.call(work, request["environ"], request["socket"]))
     else:
         main_program(request["script"], request["arguments"])
         stretto.shutdown()
@@ -95,9 +97,8 @@ class Preloaded:
     """The process that has torch. It does one thing at a time."""
 
     def __init__(self) -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
         path = [str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environ = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+        environ = plain_environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
         command = [sys.executable, "-c", FORKS]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
 
@@ -107,14 +108,18 @@ class Preloaded:
         """`python script *arguments` in `folder`; with `workers`, in so many (then any failure ends with 1)."""
         with tempfile.TemporaryDirectory() as files:
             request = {"script": str(script), "arguments": [*map(str, arguments)], "workers": workers, "folder": str(folder)}
-            return self._ask(request, Path(files), timeout_s)
+            return self._ask(
+                request | warm_commands(Path(files), plain_environment() | {"OMP_NUM_THREADS": "1"}), Path(files), timeout_s
+            )
 
     def launch(self, fn: Callable[..., R], n: int, *args: Any, timeout_s: int = 110) -> list[R]:
         """As `stretto.launch`: `fn` is imported by its name, and from a module that the tests can import."""
         with tempfile.TemporaryDirectory() as files:
             result = Path(files, "result")
             request = {"call": pickle.dumps((fn, args)).hex(), "workers": n, "folder": files, "result": str(result)}
-            done = self._ask(request, Path(files), timeout_s)
+            done = self._ask(
+                request | warm_commands(Path(files), plain_environment() | {"OMP_NUM_THREADS": "1"}), Path(files), timeout_s
+            )
             assert done.returncode == 0, done.stderr
             outcome: list[R] | Exception = pickle.loads(result.read_bytes())
         if isinstance(outcome, Exception):
@@ -126,19 +131,9 @@ class Preloaded:
     ) -> subprocess.CompletedProcess[str]:
         """`bash -c command`, in which `python SCRIPT`, `stretto` and `torchrun` are forks of the process that has torch, and so
         are the workers of `stretto run` (see `warm.py`). Without `environ`: this environment, less what belongs to a job."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
         with tempfile.TemporaryDirectory() as files:
-            bin = Path(files, "bin")
-            bin.mkdir()
-            for name in WARM_COMMANDS:
-                (bin / name).write_text(f"#!{sys.executable} -IS\n{CLIENT}")
-                (bin / name).chmod(stat.S_IRWXU)
-            variables = dict(kept if environ is None else environ)
-            variables["PATH"] = os.pathsep.join([str(bin), variables.get("PATH", "")])
-            variables |= {"WARM_PYTHON": str(bin / "python"), "REAL_PYTHON": sys.executable}
-            variables["WARM_SOCKET"] = socket = str(Path(files, "socket"))
-            request: dict[str, object] = {"shell": command, "environ": variables, "socket": socket, "folder": str(folder)}
-            return self._ask(request, Path(files), timeout_s)
+            request: dict[str, object] = {"shell": command, "folder": str(folder)}
+            return self._ask(request | warm_commands(Path(files), environ or plain_environment()), Path(files), timeout_s)
 
     def _ask(self, request: dict[str, object], files: Path, timeout_s: int) -> subprocess.CompletedProcess[str]:
         out, err = files / "stdout", files / "stderr"
@@ -153,3 +148,20 @@ class Preloaded:
 
     def close(self) -> None:
         self._process.communicate(timeout=60)
+
+
+def plain_environment() -> dict[str, str]:
+    """This environment, less what belongs to a job."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
+
+
+def warm_commands(files: Path, environ: Mapping[str, str]) -> dict[str, object]:
+    """Where programs find `python`, `stretto` and `torchrun` that are forks: what a request says of it."""
+    bin = files / "bin"
+    bin.mkdir()
+    for name in WARM_COMMANDS:
+        (bin / name).write_text(f"#!{sys.executable} -IS\n{CLIENT}")
+        (bin / name).chmod(stat.S_IRWXU)
+    variables = {**environ, "PATH": os.pathsep.join([str(bin), environ.get("PATH", "")])}
+    variables |= {"WARM_PYTHON": str(bin / "python"), "REAL_PYTHON": sys.executable, "WARM_SOCKET": str(files / "socket")}
+    return {"environ": variables, "socket": variables["WARM_SOCKET"]}

@@ -80,6 +80,7 @@ def use_everything(job: Job) -> list[Any]:
     return results
 
 
+@pytest.mark.usefixtures("measured_links")
 def test_collectives_among_settings_of_the_users(all_set: None) -> None:
     def program(job: Job, ambient: bool) -> list[Any]:
         with settings_of_a_thread() if ambient else nullcontext():

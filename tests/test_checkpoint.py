@@ -76,6 +76,7 @@ def test_saving_and_resuming_gives_the_same_bits_as_never_having_stopped(size: i
     assert run_jobs(size, resume) == expected
 
 
+@pytest.mark.usefixtures("measured_links")
 def test_what_auto_chose_and_each_workers_weight_are_taken_up_again(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
 

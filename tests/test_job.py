@@ -77,6 +77,7 @@ def test_the_collectives_of_a_job(size: int) -> None:
     run_jobs(size, program)
 
 
+@pytest.mark.usefixtures("measured_links")
 def test_auto_chooses_alike_everywhere_and_is_right() -> None:
     def program(job: Job) -> Any:
         for length in (0, 1, 1000, 300_000):
@@ -216,6 +217,7 @@ def test_an_unknown_wire_is_refused() -> None:
         join(launch_of(0, 1), TIMEOUTS, "carrier pigeon")  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("measured_links")
 def test_the_first_auto_all_reduce_does_not_hide_that_ranks_disagree() -> None:
     """Its measurements are collectives too: they must not meet another rank's barrier."""
 
@@ -282,6 +284,7 @@ def test_whether_an_optimizer_was_ever_made_is_known() -> None:
     assert was_made(Kind) and was_made(torch.optim.Optimizer)
 
 
+@pytest.mark.usefixtures("measured_links")
 def test_rank_0_decides_what_auto_takes_however_others_have_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements are shared, but a rounding may differ between machines: here every rank comes to a conclusion of its own."""
     link = LinkCosts(1e-4, 1e-9, 1e-10)

@@ -1,4 +1,5 @@
-"""Commands that would start interpreters, run by forks of a process that has torch: what `preloaded.shell` is made of.
+"""Commands that would start interpreters, run by forks of a process that has torch: what `preloaded.shell` is made of. What
+`preloaded.run` and `launch` run in workers may start such commands too: a worker's servers are forks there as well.
 
     bash ── python train.py ──────────▶ a fork runs train.py
          ── stretto run -n 2 train.py ▶ a fork is the launcher ── its supervisor, a fork ── workers: forks that run train.py
@@ -41,16 +42,46 @@ PR_SET_PDEATHSIG = 1
 
 def shell(command: str, environ: Mapping[str, str], path: str) -> int:
     """Run `bash -c command`, and whatever it asks for at the socket `path`, until it ends."""
+
+    def start() -> Callable[[], int | None]:
+        return subprocess.Popen(["bash", "-c", command], env=dict(environ), preexec_fn=end_with_parent).poll
+
+    return while_answering(path, start)
+
+
+def call(function: Callable[[], Any], environ: Mapping[str, str], path: str) -> int:
+    """Call `function` in a fork, and run whatever it asks for at the socket `path`, until it ends."""
+
+    def program() -> int:
+        take_environment(environ)
+        function()
+        return 0
+
+    def start() -> Callable[[], int | None]:
+        pid = in_a_fork(program)
+
+        def poll() -> int | None:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            return os.waitstatus_to_exitcode(status) if ended else None
+
+        return poll
+
+    return while_answering(path, start)
+
+
+def while_answering(path: str, start: Callable[[], Callable[[], int | None]]) -> int:
+    """`start` begins something and returns how to ask for its exit code; until it has one, programs are run for the clients that
+    connect to `path`."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(64)
-        bash = subprocess.Popen(["bash", "-c", command], env=dict(environ), preexec_fn=end_with_parent)
-        while bash.poll() is None:
+        poll = start()
+        while (code := poll()) is None:
             if select.select([listener], [], [], 0.01)[0]:
                 connection, _ = listener.accept()
                 with connection:
                     in_a_fork(partial(answer, connection))
-    return bash.returncode
+    return code
 
 
 def end_with_parent() -> None:

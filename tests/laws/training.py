@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from laws.cases import BY_NAME, TOLERANCES, Case
 from laws.strategies import hosts_for
-from stretto.collectives.messages import TOPIC_BEGUN, TOPIC_KNOCK
+from stretto.collectives.messages import TOPIC_BEGUN, TOPIC_FAILURES, TOPIC_KNOCK
 from stretto.distributing import distribute, engine_of
 from stretto.engine.bucket import Bucket
 from stretto.job import Job
@@ -85,12 +85,12 @@ def train(job: Job, case: Case, strategy: Strategy, steps: int) -> Run:
 
 
 def count_questions(wire: Wire) -> list[int]:
-    """Bytes from now on of asking a peer that is far behind whether it has begun, and of answering that: small collectives do not
-    announce themselves unasked."""
+    """Bytes from now on of asking whether a peer that is far behind has begun, and where everybody is, and of the answers. A busy
+    machine makes both necessary: small collectives do not announce themselves unasked, and after a silence of a second ranks ask."""
     count, post = [0], wire.post
 
     def counted(to: int, topic: int, body: bytes) -> None:
-        if topic in (TOPIC_KNOCK, TOPIC_BEGUN):
+        if topic in (TOPIC_KNOCK, TOPIC_BEGUN, TOPIC_FAILURES):
             count[0] += HEADER_BYTES + len(body)
         post(to, topic, body)
 

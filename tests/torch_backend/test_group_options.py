@@ -124,6 +124,7 @@ def test_the_algorithm_is_that_of_the_options() -> None:
             assert f"algorithm={algorithm}" in text
 
 
+@pytest.mark.usefixtures("measured_links")
 def test_auto_measures_when_the_group_is_made() -> None:
     def program(group: StrettoGroup) -> bool:
         assert group.group.choices is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import msgspec
@@ -10,12 +11,15 @@ import pytest
 
 from stretto.aggregate.parameter_server.client import ClientMachine, Fill, Pull, Push
 from stretto.aggregate.parameter_server.layout import ServedParameter
+from stretto.aggregate.parameter_server.process import serve
 from stretto.aggregate.parameter_server.server_record import RecordedServer
 from stretto.aggregate.parameter_server.service import (
+    CONTROL_CHANNEL,
     AskServices,
     BeginService,
     EndService,
     FindServices,
+    LeaveServers,
     ServedModel,
     ServerIsReady,
     ServiceBegun,
@@ -26,6 +30,8 @@ from stretto.aggregate.parameter_server.service import (
 )
 from stretto.aggregate.parameter_server.shard_optimizer import OptimizerSpec
 from stretto.aggregate.parameter_server.sync_spec import KNOWN, SyncSpec
+from stretto.collectives.communication import CommunicationThread
+from stretto.collectives.execute import Communicator
 from stretto.errors import ConfigurationError
 from stretto.protocol.machine import Reply, SendMessage
 from stretto.strategy import ANSWERS
@@ -35,6 +41,8 @@ from stretto.sync.delay_compensation import DelayCompensation
 from stretto.sync.soft_sync import SoftSync
 from stretto.sync.stale_synchronous import StaleSynchronous
 from stretto.sync.synchronous import Synchronous
+from stretto.testing.threads import threads_world
+from stretto.timeouts import Timeouts
 
 SYNCS: list[Any] = [
     Synchronous(),
@@ -224,6 +232,32 @@ def test_a_worker_takes_a_server_that_comes_later_for_ready_when_it_says_so() ->
     assert client.ready == {8, 9}
     client.on_view(0.0, [], [8], 1)
     assert client.ready == {9}
+
+
+def test_a_worker_has_left_when_all_servers_that_live_have_been_told() -> None:
+    client = ServiceClient([7, 8, 9])
+    client.on_view(0.0, [], [7], 1)
+    said = list(client.on_request(0.0, 5, LeaveServers([7, 8, 9])))
+    assert said == [SendMessage(8, WorkerLeaves(), token=8), SendMessage(9, WorkerLeaves(), token=9)]
+    assert list(client.on_sent(0.0, 8)) == []
+    assert list(client.on_view(0.0, [], [9], 1)) == [Reply(5)], "who has died needs no word"
+    assert list(client.on_request(0.0, 6, LeaveServers([7, 9]))) == [Reply(6)]
+
+
+def test_a_server_that_starts_when_its_workers_leave_already_ends_too() -> None:
+    """With a model of which servers get nothing nobody waits for them, and the last word may be said before they listen."""
+    worker, wire = threads_world(2, check=True)
+    communication = CommunicationThread(Communicator(worker, Timeouts()))
+    control = communication.loop.start(ServiceClient([1]), CONTROL_CHANNEL)
+    leaving = control.request(LeaveServers([1]))
+    assert communication.loop.call(lambda: leaving.done()).result(30.0) is False
+    server = threading.Thread(target=serve, args=(wire, [0], Timeouts()))
+    server.start()
+    leaving.result(30.0)
+    communication.stop(30.0)
+    worker.close()
+    server.join(30.0)
+    assert not server.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,10 @@ def bytes_of_tensors() -> int:
     for each in gc.get_objects():
         if issubclass(type(each), Tensor) and type(each) is not GradientInSlices and each.layout is torch.strided:
             storage = each.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            try:
+                storages[storage.data_ptr()] = storage.nbytes()
+            except RuntimeError:  # one of torch.compile's, left by another test: it stands for a tensor and has no memory
+                pass
     return sum(storages.values())
 
 
@@ -89,7 +92,7 @@ def in_documentation(row: str) -> list[float]:
 @pytest.mark.parametrize(
     ("row", "stage"),
     [
-        pytest.param(row, stage, marks=[] if stage == 3 or (stage == 2 and row == next(iter(ROWS))) else pytest.mark.slow)
+        pytest.param(row, stage, marks=[] if stage >= 2 and row == next(iter(ROWS)) else pytest.mark.slow)
         for row in ROWS
         for stage in range(4)
     ],

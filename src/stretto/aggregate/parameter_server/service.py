@@ -308,7 +308,8 @@ class FindServices(NamedTuple):
 
 
 class LeaveServers(NamedTuple):
-    """This worker needs these servers no more. The reply is None at once."""
+    """This worker needs these servers no more. The reply is None when all of them that live have been told: a server that has
+    only just started does not serve this channel yet, so the word to it waits, and would be lost with the wire."""
 
     servers: Sequence[int]
 
@@ -318,11 +319,13 @@ class ServiceClient(Machine):
     it, to begin with those that are here now; to be read in any thread."""
 
     header_type = ServiceBegun | ServicesAre | ServerIsReady
+    decides_order = False
 
     def __init__(self, ready: Iterable[int] = ()) -> None:
         self.ready = frozenset(ready)
         self._finding: list[int] = []  # tickets
         self._asked: dict[int, tuple[int, set[int]]] = {}  # channel -> ticket, and the servers that have not answered
+        self._leaving: dict[int, set[int]] = {}  # ticket -> servers to which the word that this worker leaves is on its way
         self._gone: set[int] = set()
 
     def on_request(self, now: float, ticket: int, request: NewService | StopService | FindServices | LeaveServers) -> Actions:
@@ -332,7 +335,9 @@ class ServiceClient(Machine):
         if isinstance(request, StopService):
             return [*(SendMessage(server, EndService(request.channel)) for server in request.servers), Reply(ticket)]
         if isinstance(request, LeaveServers):
-            return [*(SendMessage(server, WorkerLeaves()) for server in request.servers), Reply(ticket)]
+            told = self._leaving[ticket] = set(request.servers) - self._gone
+            words = [SendMessage(server, WorkerLeaves(), token=server) for server in sorted(told)]
+            return [*words, *self._told_that_it_leaves()]
         channel, model = request
         waiting = {server for server in model.servers if server not in self._gone}
         self._asked[channel] = ticket, waiting
@@ -356,10 +361,21 @@ class ServiceClient(Machine):
         waiting.discard(source)
         return self._answered(header.channel)
 
+    def on_sent(self, now: float, token: int) -> Actions:
+        return self._told_that_it_leaves(token)
+
+    def _told_that_it_leaves(self, *servers: int) -> list[Reply]:
+        for waiting in self._leaving.values():
+            waiting.difference_update(servers)
+        ended = [ticket for ticket, waiting in self._leaving.items() if not waiting]
+        for ticket in ended:
+            del self._leaving[ticket]
+        return [Reply(ticket) for ticket in ended]
+
     def on_view(self, now: float, joined: Sequence[int], left: Sequence[int], generation: int) -> Actions:
         self._gone = (self._gone | set(left)) - set(joined)
         self.ready -= set(left)
-        actions: list[Reply] = []
+        actions = self._told_that_it_leaves(*left)
         for channel, (_, waiting) in list(self._asked.items()):
             waiting -= set(left)
             actions += self._answered(channel)
