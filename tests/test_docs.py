@@ -27,7 +27,14 @@ from stretto.lab import lab_available
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-LONG_PAGES = ("running.md", "compression.md", "lab.md")  # each starts a dozen jobs: their snippets run in `make test-slow`
+LONG_PAGES = (  # each starts a dozen jobs, or servers: their snippets run in `make test-slow`
+    "running.md",
+    "compression.md",
+    "lab.md",
+    "local-sgd.md",
+    "parameter-server.md",
+    "scheduling.md",
+)
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 SNIPPET_S = 200
 TRIES = 3

@@ -86,7 +86,7 @@ def train(job: Job, case: Case, strategy: Strategy, steps: int) -> Run:
 
 def count_questions(wire: Wire) -> list[int]:
     """Bytes from now on of asking whether a peer that is far behind has begun, and where everybody is, and of the answers. A busy
-    machine makes both necessary: small collectives do not announce themselves unasked, and after a silence of a second ranks ask."""
+    machine makes both necessary: small collectives do not announce themselves unasked, and a second's silence is asked about."""
     count, post = [0], wire.post
 
     def counted(to: int, topic: int, body: bytes) -> None:

@@ -18,8 +18,8 @@ from stretto.testing.virtual_network import VirtualNetwork
 
 STORMY = Link(latency_s=0.02, jitter=ExponentialDelay(0.05), loss=0.1, duplicate=0.1, reorder=0.1, hold_s=0.5)
 STORM = NetworkModel(STORMY, detect_s=0.3)
-SLOW = [pytest.param(range(begin, begin + 1940), marks=pytest.mark.slow) for begin in range(300, 10_000, 1940)]
-SEEDS = pytest.mark.parametrize("seeds", [range(300), *SLOW], ids=str)  # 10,000 in all
+SLOW = pytest.param(range(300, 3000), marks=pytest.mark.slow)  # these protocols are examples: of those that are used, 10,000
+SEEDS = pytest.mark.parametrize("seeds", [range(300), SLOW], ids=str)
 KINDS = {"loss", "duplicate", "reorder", "Kill", "Pause", "Cut"}
 
 

@@ -15,7 +15,7 @@ from stretto.testing.network_model import ExponentialDelay, Link, NetworkModel
 
 LATENCY_S = LAN.default.latency_s
 STORM = NetworkModel(Link(latency_s=0.01, jitter=ExponentialDelay(0.02), loss=0.1), detect_s=0.3)
-SLOW = [pytest.param(range(40, 640), marks=pytest.mark.slow)]
+SLOW = [pytest.param(range(40, 340), marks=pytest.mark.slow)]
 SEEDS = pytest.mark.parametrize("seeds", [range(40), *SLOW], ids=str)
 
 

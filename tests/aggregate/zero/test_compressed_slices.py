@@ -229,7 +229,7 @@ def test_offload_on_a_cpu_and_all_options_at_once(schedule: Any) -> None:
 
 
 @stages
-@pytest.mark.parametrize("size", [3, 7])
+@pytest.mark.parametrize("size", [3, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "make",
     [

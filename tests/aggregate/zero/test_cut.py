@@ -117,7 +117,7 @@ def test_two_workers_have_the_bits_of_replicated(schedule: Any) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "auto"])
-@pytest.mark.parametrize("size", [3, 4, 7])
+@pytest.mark.parametrize("size", [3, 4, pytest.param(7, marks=pytest.mark.slow)])
 def test_more_workers_have_those_of_each_other(size: int, algorithm: str) -> None:
     plain = run_jobs(size, lambda job: train(job, strategy(0, algorithm=algorithm)))
     first, *others = run_jobs(size, lambda job: train(job, strategy(3, algorithm=algorithm)))
@@ -433,7 +433,7 @@ def test_no_more_than_three_units_are_there_at_a_time() -> None:
     assert max(most) == 3 and len(most) > 60
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("size", [2, 3, 4, pytest.param(7, marks=pytest.mark.slow)])
 def test_law_8_bytes_are_one_and_a_half_times_those_of_an_all_reduce(size: int) -> None:
     num_steps = 3
 

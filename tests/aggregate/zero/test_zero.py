@@ -60,7 +60,7 @@ def test_two_workers_have_the_bits_of_replicated(stage: int, schedule: Any) -> N
 
 
 @stages
-@pytest.mark.parametrize("size", [3, 4, 7])
+@pytest.mark.parametrize("size", [3, 4, pytest.param(7, marks=pytest.mark.slow)])
 def test_direct_reduce_scatter_adds_in_the_order_of_direct_all_reduce(stage: int, size: int) -> None:
     """Where buckets carry no notes, so that they are cut alike: across the barrier. (Later plans follow from measured times.)"""
     schedule, steps = Priority(partition=1 << 20), range(ROUNDS_TO_WATCH - 1)
@@ -322,7 +322,7 @@ def test_check_finite_names_the_parameter_on_all_workers(stage: int) -> None:
 # -- memory and bytes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("size", [2, 3, 4, pytest.param(7, marks=pytest.mark.slow)])
 @stages
 def test_law_8_bytes_are_those_of_an_all_reduce(stage: int, size: int) -> None:
     """A reduce-scatter and an all-gather of every bucket, (P-1)/P of it each, to the element; and the notes."""
