@@ -35,10 +35,11 @@ from stretto.errors import JobError
 from stretto.job import Job
 from stretto.partition.walk import peak_of
 
-WIDTH, SAMPLES = 64, 4  # of a layer; in a micro-batch
+WIDTH = 64  # of a layer
 OURS = {
     "GPipe": stretto.GPipe(),
     "1F1B": stretto.OneForwardOneBackward(),
+    "1F1B, eager": stretto.OneForwardOneBackward(eager=1),
     "interleaved, 2 parts": stretto.Interleaved(2),
     "zero-bubble": stretto.ZeroBubble(),
 }
@@ -48,7 +49,8 @@ THEIRS: dict[str, Any] = {
     "interleaved, 2 parts": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
 }
-CHUNKS = {name: 2 if name in ("interleaved, 2 parts", "zero-bubble") else 1 for name in THEIRS}
+PEER_OF = {"1F1B, eager": "1F1B"}  # torch has none that is eager
+CHUNKS = {name: 2 if name in ("interleaved, 2 parts", "zero-bubble") else 1 for name in OURS}
 TOLERANCE = 1e-5
 LIMIT = "computation alone"
 
@@ -58,6 +60,13 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     microbatches: list[int]
     rounds: int = 7
     unit_s: float = 0.010  # a stage's forward; its backward takes twice as long
+    samples: int = 4  # in a micro-batch
+    rate: str | None = None  # of the links between lab hosts; None: one host
+
+    @property
+    def letter_bytes(self) -> int:
+        """Of what goes from stage to stage for a micro-batch."""
+        return 4 * WIDTH * self.samples
 
 
 class PipelineRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +193,7 @@ def measure(job: Job, settings: PipelineSettings) -> PipelineReport:
 
 def cell(job: Job, settings: PipelineSettings, microbatches: int) -> list[PipelineRow]:
     generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(SAMPLES * microbatches, WIDTH, generator=generator) for _ in range(2))
+    x, y = (torch.randn(settings.samples * microbatches, WIDTH, generator=generator) for _ in range(2))
     made = {name: ours(settings, name, microbatches) for name in OURS}
     contenders: list[tuple[str, bool, Step, nn.Module | None]] = [(LIMIT, False, alone(job, settings, microbatches), None)]
     contenders += [(name, True, step, module) for name, (step, module, _) in made.items()]

@@ -9,7 +9,8 @@ from stretto.partition.actions import PipelinePlan, StageAction, Work
 from stretto.partition.walk import check, peak_of, walk, wrong_counts
 
 SCHEDULES: tuple[PipelineSchedule, ...] = (
-    GPipe(), OneForwardOneBackward(), ZeroBubble(), Interleaved(2), Interleaved(3), Interleaved(4),
+    GPipe(), OneForwardOneBackward(), OneForwardOneBackward(eager=1), ZeroBubble(),
+    Interleaved(2), Interleaved(3), Interleaved(4),
 )  # fmt: skip
 STAGES, MICROBATCHES = range(1, 9), range(1, 25)
 UNITS = {Work.FORWARD: 1.0, Work.BACKWARD: 2.0, Work.INPUTS: 1.0, Work.WEIGHTS: 1.0}
@@ -48,6 +49,10 @@ def test_activations_held_are_as_few_as_promised() -> None:
             }
             assert held[GPipe] == [microbatches] * stages
             assert held[OneForwardOneBackward] == [min(microbatches, stages - stage) for stage in range(stages)]
+            for eager in (1, 2):
+                orders = OneForwardOneBackward(eager).plan(stages, microbatches).orders
+                most = [min(microbatches, 1 + (1 + eager) * (stages - stage - 1)) for stage in range(stages)]
+                assert [peak_of(order) for order in orders] == most
             assert max(held[ZeroBubble]) <= min(microbatches, stages + 1)
 
 
@@ -55,6 +60,28 @@ def test_a_latency_costs_gpipe_and_1f1b_little() -> None:
     """Each message delays what waits for it, and nothing else: K-1 hops forward and back, and for 1F1B in every round."""
     plan = GPipe().plan(4, 16)
     assert walk(plan, seconds, latency_s=0.1).seconds == pytest.approx(walk(plan, seconds).seconds + 6 * 0.1)
+
+
+@pytest.mark.parametrize("latency_s", [0.1, 0.5, 1.0, 1.4])
+def test_eager_forwards_hide_the_way_of_letters(latency_s: float) -> None:
+    """As long as there and back take less than a forward and a backward, here 3, only the first letters and the last are waited
+    for: K-1 hops each way, as with GPipe. Without them each round waits."""
+    for stages, microbatches in ((2, 8), (3, 16), (4, 32)):
+        plan, eager = (OneForwardOneBackward(number).plan(stages, microbatches) for number in (0, 1))
+        least = walk(plan, seconds).seconds + 2 * (stages - 1) * latency_s
+        assert walk(eager, seconds, latency_s).seconds == pytest.approx(least)
+        assert walk(plan, seconds, latency_s).seconds > least + 0.99 * (microbatches - stages) * latency_s
+
+
+def test_letters_that_take_longer_ask_for_more_eager_forwards() -> None:
+    taken = [walk(OneForwardOneBackward(eager).plan(3, 24), seconds, latency_s=2.5).seconds for eager in (0, 1, 2)]
+    assert taken[0] > 1.3 * taken[1] and taken[1] > 1.2 * taken[2]
+
+
+@pytest.mark.parametrize("eager", [-1, True, 0.5, "1"])
+def test_eager_is_a_number_of_forwards(eager: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"how many forwards more than it must.*\n"):
+        OneForwardOneBackward(eager)  # type: ignore[arg-type]
 
 
 def test_a_plan_that_never_ends_is_refused() -> None:

@@ -6,6 +6,7 @@ stage waits, where all forwards take one time and all backwards another.
                               bubble                       activations held by stage k, in micro-batches
     GPipe                     (K-1) / (M+K-1)              M
     OneForwardOneBackward     (K-1) / (M+K-1)              min(M, K-k)
+    ... (eager=E)             the same                     min(M, 1 + (1+E) (K-k-1))
     Interleaved(V)            (K-1) / (V M+K-1)            of 1/V of its layers each: about (V-1) K + 2 (K-k) - 1
     ZeroBubble                about (K-1) / (3 M+K-1)      at most min(M, K+1)
 
@@ -59,12 +60,28 @@ class GPipe:
 
 @dataclass(frozen=True, slots=True)
 class OneForwardOneBackward:
-    """1F1B: after K-k-1 forwards stage k computes a forward and a backward in turn. As fast as GPipe, and holds K-k
-    micro-batches.
+    """1F1B: after (1+E) (K-k-1) forwards stage k computes a forward and a backward in turn. As fast as GPipe, and holds one
+    micro-batch more than that.
+
+    E = 0 holds the fewest. But then a stage computes its next forward only when the gradient of an earlier one has come, and the
+    stage after it waits for that forward: in every round each pair of neighbours waits for a letter there and a letter back. With
+    E = 1 these travel while something else is computed, as long as there and back take less than a forward and a backward
+    together; with E = 2, twice as long, and so on.
 
     Reference: Narayanan et al., "PipeDream", SOSP 2019, with the flush of "Memory-Efficient Pipeline-Parallel DNN Training",
-    ICML 2021 (PipeDream-flush): all micro-batches of a step see one version of the weights.
+    ICML 2021 (PipeDream-flush): all micro-batches of a step see one version of the weights. E = 1 is the eager 1F1B of Zhuang et
+    al., "On Optimizing the Communication of Model Parallelism", MLSys 2023.
     """
+
+    eager: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.eager, bool) or not isinstance(self.eager, int) or self.eager < 0:
+            raise ConfigurationError(
+                f"OneForwardOneBackward(eager={self.eager!r}): how many forwards more than it must each stage computes ahead, "
+                f"for each stage after it; a whole number, 0 or more.\n"
+                f"Write OneForwardOneBackward(), or eager=1 on a slow network."
+            )
 
     @property
     def chunks(self) -> int:
@@ -73,7 +90,7 @@ class OneForwardOneBackward:
     def plan(self, stages: int, microbatches: int) -> PipelinePlan:
         forwards = [StageAction(F, number) for number in range(microbatches)]
         backwards = [StageAction(B, number) for number in range(microbatches)]
-        orders = (in_turn(forwards, backwards, stages - stage - 1) for stage in range(stages))
+        orders = (in_turn(forwards, backwards, (1 + self.eager) * (stages - stage - 1)) for stage in range(stages))
         return PipelinePlan(microbatches, 1, tuple(orders))
 
 
